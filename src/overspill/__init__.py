@@ -1,0 +1,1 @@
+"""overspill: Mixture-of-Experts models that are bigger than the GPUs' memory."""
