@@ -1,0 +1,48 @@
+"""What the engine asks of the pipeline: waves of micro-batches.
+
+A *ubatch* is at most `n_ubatch` tokens computed together; a *wave* is the ubatches that share one pass of uploads.
+Ubatches of one sequence stand in a wave in the order of their positions. Pure values, no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of consecutive positions of one sequence inside a ubatch.
+
+    slot: which sequence slot of the KV cache. first_pos: position of the first token. n_tokens: how many.
+    """
+
+    slot: int
+    first_pos: int
+    n_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ubatch:
+    """Token ids, the segments they belong to (in row order), and the rows whose logits are wanted."""
+
+    ids: tuple[int, ...]
+    segments: tuple[Segment, ...]
+    output_rows: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert len(self.ids) == sum(s.n_tokens for s in self.segments) > 0
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Wave:
+    """Ubatches that go through the layers together."""
+
+    ubatches: tuple[Ubatch, ...]
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(u.n_tokens for u in self.ubatches)
