@@ -28,13 +28,7 @@ from typing import NamedTuple
 
 import torch
 
-
-class Lane(StrEnum):
-    """The streams of a device. Uploads and hand-offs have their own, so that they overlap with compute."""
-
-    COMPUTE = "compute"
-    UPLOAD = "upload"
-    HAND_OFF = "hand_off"
+from overspill.device.lane import Lane
 
 
 class MemoryKind(StrEnum):

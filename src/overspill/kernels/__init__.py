@@ -1,1 +1,63 @@
+"""The op table: every tensor function a model may call, bound once to the kernels of a kind of device.
 
+Models get an `Ops` and never ask where they run. `kernels.ref` is the specification; the other tables must agree
+with it (tests/kernels).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from overspill.quant.experts import Activation, ExpertWeights
+from overspill.quant.qtensor import QTensor
+
+
+class Attention(Protocol):
+    """Causal attention of the last T positions of one sequence over its C visible cells.
+
+    q: `[T, H, A]`; k, v: `[G, C, A]`, the last T cells being the queries' own; scale: of the products.
+    Returns `[T, H * A]`. Query head h uses kv head h // (H / G).
+    """
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -> torch.Tensor: ...
+
+
+class Experts(Protocol):
+    """Add the weighted outputs of the experts present in `weights` to `out`, in ascending expert id.
+
+    x: `[T, D]` normed input; ids: int32 `[T, K]`; mix: float32 `[T, K]`; out: `[T, D]`, changed in place.
+    """
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        mix: torch.Tensor,
+        weights: ExpertWeights,
+        activation: Activation,
+        out: torch.Tensor,
+    ) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ops:
+    """One function per field.
+
+    embed: rows of a `[V, D]` weight for ids `[T]` -> float32 `[T, D]`.
+    linear: `x [T, K]`, weight `[N, K]` -> `[T, N]`.
+    rms_norm: `x [..., D]`, weight `[D]`, eps -> x / sqrt(mean(x^2) + eps) * weight.
+    rope: `x [T, H, A]`, cos and sin `[T, n_rot / 2]` -> rotated in the split-halves (NEOX) or interleaved pairing.
+    """
+
+    embed: Callable[[QTensor, torch.Tensor], torch.Tensor]
+    linear: Callable[[torch.Tensor, QTensor], torch.Tensor]
+    rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+    rope_halves: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    rope_pairs: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    attention: Attention
+    swiglu: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    experts: Experts

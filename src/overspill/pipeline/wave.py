@@ -8,17 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from overspill.cache.cells import Segment
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A run of consecutive positions of one sequence inside a ubatch.
-
-    slot: which sequence slot of the KV cache. first_pos: position of the first token. n_tokens: how many.
-    """
-
-    slot: int
-    first_pos: int
-    n_tokens: int
+__all__ = ["Segment", "Ubatch", "Wave"]
 
 
 @dataclass(frozen=True, slots=True)

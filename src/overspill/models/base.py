@@ -1,0 +1,187 @@
+"""What every architecture shares: hyper-parameters, tensor lists, a layer's weights, and the model contract.
+
+An architecture is one module with `read_hparams(keys)`, `tensors(hparams)` and `Model`; `models.registry` names it.
+A model is tensor functions only. Its contract is five steps, and `pipeline.split` cuts the work at the same names:
+
+    embed(ids) -> x            token ids to hidden states
+    attend(i, x, cache, view)  attention of layer i, residual included
+    route(i, x)                the layer's own feed-forward part (dense or shared) added to x, and the routing of the
+                               rest: None where the layer has no routed experts
+    experts(i, x, routing, w, ops)  adds the routed experts that `w` holds to x, in place; `ops` because experts in
+                               host RAM may be computed elsewhere than their layer
+    output(x) -> logits        final norm and head, for the rows that are wanted
+
+Each layer's weights are bound to a device by the loader; a model never asks which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from overspill.cache.cells import Segment
+from overspill.cache.kv import KvCache
+from overspill.errors import UserError
+from overspill.gguf.keys import Keys
+from overspill.kernels import Ops
+from overspill.models.rope import RopeParams
+from overspill.quant.experts import ExpertWeights
+from overspill.quant.qtensor import QTensor
+
+
+class TensorSpec(NamedTuple):
+    """A tensor an architecture reads: GGUF name, shape in torch order, and whether a file may lack it."""
+
+    name: str
+    shape: tuple[int, ...]
+    is_required: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class HParams:
+    """Hyper-parameters of a decoder; an architecture with more of them derives from it."""
+
+    arch: str
+    n_layer: int
+    n_embd: int
+    n_vocab: int
+    n_ctx_train: int
+    n_head: int
+    n_head_kv: int
+    head_dim: int
+    n_ff: int
+    n_expert: int
+    n_expert_used: int
+    n_ff_exp: int
+    rms_eps: float
+    rope: RopeParams
+
+    @property
+    def kv_dim(self) -> int:
+        """Values of K (and of V) per token and layer."""
+        return self.n_head_kv * self.head_dim
+
+    def is_moe(self, i_layer: int) -> bool:
+        """Whether the layer has routed experts."""
+        return self.n_expert > 0
+
+
+def read_hparams(keys: Keys) -> HParams:
+    """The keys that all decoders share, checked; see the GGUF architecture keys."""
+    a = keys.scoped(keys.arch)
+    n_embd, n_head = a.u32("embedding_length"), a.u32("attention.head_count")
+    if n_head < 1:
+        raise UserError(f"{keys.arch}.attention.head_count is 0: an attention layer needs at least one head")
+    head_dim = a.u32("attention.key_length", default=n_embd // n_head)
+    n_expert, n_used = a.u32("expert_count", default=0), a.u32("expert_used_count", default=0)
+    if n_expert and not 0 < n_used <= n_expert:
+        raise UserError(f"{keys.arch}.expert_used_count is {n_used}: must be from 1 to expert_count, {n_expert}")
+    return HParams(
+        arch=keys.arch,
+        n_layer=a.u32("block_count"),
+        n_embd=n_embd,
+        n_vocab=_n_vocab(keys),
+        n_ctx_train=a.u32("context_length"),
+        n_head=n_head,
+        n_head_kv=a.u32("attention.head_count_kv", default=n_head),
+        head_dim=head_dim,
+        n_ff=a.u32("feed_forward_length", default=0),
+        n_expert=n_expert,
+        n_expert_used=n_used,
+        n_ff_exp=a.u32("expert_feed_forward_length", default=a.u32("feed_forward_length", default=0)),
+        rms_eps=a.f32("attention.layer_norm_rms_epsilon"),
+        rope=RopeParams.from_keys(a, head_dim),
+    )
+
+
+def _n_vocab(keys: Keys) -> int:
+    if "tokenizer.ggml.tokens" in keys:
+        return len(keys.texts("tokenizer.ggml.tokens"))
+    return keys.u32(f"{keys.arch}.vocab_size")
+
+
+class Block:
+    """Weights of one layer (or of the embedding, or of the head) by GGUF name without the `blk.N.` prefix.
+
+    Matrices are `QTensor`s, one-dimensional tensors float32. All of them lie on one device, and `ops` are the
+    kernels of that device: a block is what the loader binds to a place.
+    """
+
+    def __init__(self, ops: Ops, matrices: Mapping[str, QTensor], vectors: Mapping[str, torch.Tensor]) -> None:
+        self.ops = ops
+        self._matrices = matrices
+        self._vectors = vectors
+
+    def matrix(self, name: str) -> QTensor:
+        """`name.weight` of two or three dimensions."""
+        return self._matrices[name + ".weight"]
+
+    def vector(self, name: str) -> torch.Tensor:
+        """`name.weight` of one dimension."""
+        return self._vectors[name + ".weight"]
+
+    def bias(self, name: str) -> torch.Tensor | None:
+        """`name.bias`, None where the file has none."""
+        return self._vectors.get(name + ".bias")
+
+    def has(self, name: str) -> bool:
+        """Whether `name.weight` is in the file."""
+        return name + ".weight" in self._matrices or name + ".weight" in self._vectors
+
+
+class Routing(NamedTuple):
+    """Which experts get which tokens. normed: `[T, D]`; ids: int32 `[T, K]`; mix: float32 `[T, K]`."""
+
+    normed: torch.Tensor
+    ids: torch.Tensor
+    mix: torch.Tensor
+
+
+class UbatchView(NamedTuple):
+    """What attention must know of a ubatch: its segments, in row order, and the position of each row, `[T]`."""
+
+    segments: tuple[Segment, ...]
+    positions: torch.Tensor
+
+
+class Model(Protocol):
+    """The contract of the module's text."""
+
+    def __init__(self, hparams: HParams, embedding: Block, blocks: Sequence[Block], head: Block) -> None: ...
+
+    @property
+    def hparams(self) -> HParams: ...
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor: ...
+
+    def attend(self, i_layer: int, x: torch.Tensor, cache: KvCache, view: UbatchView) -> torch.Tensor: ...
+
+    def route(self, i_layer: int, x: torch.Tensor) -> Routing | None: ...
+
+    def experts(self, i_layer: int, x: torch.Tensor, routing: Routing, weights: ExpertWeights, ops: Ops) -> None: ...
+
+    def resident_experts(self, i_layer: int) -> ExpertWeights: ...
+
+    def ops(self, i_layer: int) -> Ops: ...
+
+    def output(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+def forward_layer(model: Model, i_layer: int, x: torch.Tensor, cache: KvCache, view: UbatchView) -> torch.Tensor:
+    """A whole layer whose experts lie where it computes."""
+    x = model.attend(i_layer, x, cache, view)
+    routing = model.route(i_layer, x)
+    if routing is not None:
+        model.experts(i_layer, x, routing, model.resident_experts(i_layer), model.ops(i_layer))
+    return x
+
+
+def forward(model: Model, ids: torch.Tensor, caches: Iterable[KvCache], view: UbatchView) -> torch.Tensor:
+    """One ubatch through all layers on one device: the plain meaning of a model. Returns logits `[T, V]`."""
+    x = model.embed(ids)
+    for i_layer, cache in enumerate(caches):
+        x = forward_layer(model, i_layer, x, cache, view)
+    return model.output(x)
