@@ -1,0 +1,45 @@
+"""Does a file hold what its architecture needs? Names, shapes and types, before a byte of weights is read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+
+from overspill.errors import UserError
+from overspill.gguf.tensors import TensorInfo
+from overspill.models.base import TensorSpec
+
+_log = logging.getLogger(__name__)
+
+
+def check_tensors(specs: Iterable[TensorSpec], tensors: Mapping[str, TensorInfo]) -> list[TensorSpec]:
+    """The tensors to load. `UserError` names the first that is missing, misshapen or of a type no weight can have."""
+    present = []
+    for spec in specs:
+        info = tensors.get(spec.name)
+        if info is None and spec.is_required:
+            raise UserError(f"tensor {spec.name} is missing: the file is no complete model of this architecture")
+        if info is not None:
+            _check(spec, info)
+            present.append(spec)
+    unknown = tensors.keys() - {spec.name for spec in present}
+    if unknown:
+        _log.warning("%d tensor(s) that this architecture does not use are ignored: %s", len(unknown), _some(unknown))
+    return present
+
+
+def _check(spec: TensorSpec, info: TensorInfo) -> None:
+    if info.shape != spec.shape:
+        what = "the vocabulary size does not match: " if spec.name == "token_embd.weight" else ""
+        raise UserError(f"tensor {spec.name}: {what}shape {_gguf(info.shape)}, expected {_gguf(spec.shape)}")
+    if info.type.is_integer:
+        raise UserError(f"tensor {spec.name} is {info.type.name}: no weight can be of an integer type")
+
+
+def _gguf(shape: tuple[int, ...]) -> str:
+    return "{" + ", ".join(str(n) for n in reversed(shape)) + "}"
+
+
+def _some(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    return ", ".join(ordered[:3]) + (", ..." if len(ordered) > 3 else "")

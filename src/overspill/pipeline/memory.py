@@ -1,0 +1,112 @@
+"""The buffers a run needs, all reserved before the first request, in the sizes the plan has counted.
+
+Nothing here grows later: a smaller wave uses the front of the same buffers, so no request allocates, and the worst
+case is known to fit when loading ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from overspill.device.base import Buffer, Devices, MemoryKind
+from overspill.models.base import HParams
+from overspill.pipeline.ledger import Resource
+from overspill.pipeline.schedule import N_LOGITS_BUFFERS
+from overspill.pipeline.split import Layout
+
+MAX_LOGITS_ROWS = 128
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Worst cases of a run. n_ubatches: ubatches a wave can hold. n_slots: sequences. n_cells: cells of each."""
+
+    n_ubatch: int
+    n_ubatches: int
+    n_slots: int
+    n_cells: int
+
+    @property
+    def n_logits_rows(self) -> int:
+        """Rows of logits computed at once; more wanted rows are computed in chunks."""
+        return min(self.n_ubatch, MAX_LOGITS_ROWS)
+
+
+class Memory:
+    """All buffers of a run, by the resource names of `pipeline.schedule`."""
+
+    def __init__(
+        self, devices: Devices, layout: Layout, hp: HParams, sizes: Sizes, slot_bytes: tuple[int, ...], n_staging: int
+    ) -> None:
+        self.sizes = sizes
+        self.n_vocab = hp.n_vocab
+        self.n_expert_used = hp.n_expert_used
+        self._devices = devices
+        self._hp = hp
+        self._buffers: dict[Resource, tuple[Buffer, ...]] = {}
+        for i_device in self._in_use(layout):
+            self._add_activations(i_device)
+        for i_device in sorted({*layout.layer_device}):
+            self._add_positions(i_device)
+        for i_layer, i_device in enumerate(layout.layer_device):
+            self._add_kv(i_layer, i_device)
+        for i_device, n_bytes in enumerate(slot_bytes):
+            self._add_staging(i_device, n_bytes, n_staging)
+        self._add_host(layout)
+
+    def __getitem__(self, resource: Resource) -> tuple[Buffer, ...]:
+        return self._buffers[resource]
+
+    def all_of(self, resources: tuple[Resource, ...]) -> tuple[Buffer, ...]:
+        """The buffers of several resources."""
+        return tuple(buffer for resource in resources for buffer in self._buffers[resource])
+
+    def _in_use(self, layout: Layout) -> list[int]:
+        return sorted({layout.host, layout.output_device, *layout.layer_device})
+
+    def _new(self, i_device: int, shape: tuple[int, ...], dtype: torch.dtype, kind: MemoryKind, name: str) -> Buffer:
+        return self._devices.all[i_device].allocate(shape, dtype, kind=kind, name=name)
+
+    def _add_activations(self, i_device: int) -> None:
+        hp, T, compute = self._hp, self.sizes.n_ubatch, MemoryKind.COMPUTE
+        for m in range(self.sizes.n_ubatches):
+            x = self._new(i_device, (T, hp.n_embd), torch.float32, compute, f"x{m}")
+            self._buffers["x", i_device, m] = (x,)
+            if hp.n_expert:
+                self._buffers["route", i_device, m] = (
+                    self._new(i_device, (T, hp.n_embd), torch.float32, compute, f"normed{m}"),
+                    self._new(i_device, (T, hp.n_expert_used), torch.int32, compute, f"ids{m}"),
+                    self._new(i_device, (T, hp.n_expert_used), torch.float32, compute, f"mix{m}"),
+                )
+
+    def _add_positions(self, i_device: int) -> None:
+        shape = (self.sizes.n_ubatches, self.sizes.n_ubatch)
+        pos = self._new(i_device, shape, torch.int32, MemoryKind.COMPUTE, "positions")
+        self._buffers["pos", i_device] = (pos,)
+
+    def _add_kv(self, i_layer: int, i_device: int) -> None:
+        hp, sizes = self._hp, self.sizes
+        shape = (sizes.n_slots, hp.n_head_kv, sizes.n_cells, hp.head_dim)
+        self._buffers["kv", i_layer] = tuple(
+            self._new(i_device, shape, torch.float32, MemoryKind.KV, f"{name}.{i_layer}") for name in ("k", "v")
+        )
+
+    def _add_staging(self, i_device: int, n_bytes: int, n_staging: int) -> None:
+        for i in range(n_staging if n_bytes else 0):
+            slot = self._new(i_device, (n_bytes,), torch.uint8, MemoryKind.STAGING, f"slot{i}")
+            self._buffers["slot", i_device, i] = (slot,)
+
+    def _add_host(self, layout: Layout) -> None:
+        host, sizes, V = self._devices.host, self.sizes, self._hp.n_vocab
+        n_rows = sizes.n_logits_rows
+        for i in range(N_LOGITS_BUFFERS):
+            out = self._new(layout.output_device, (n_rows, V), torch.float32, MemoryKind.COMPUTE, f"logits{i}")
+            self._buffers["logits", layout.output_device, i] = (out,)
+            self._buffers["host_logits", i] = (host.allocate_pinned(n_rows * V * 4, name=f"host_logits{i}"),)
+        n_positions = sizes.n_ubatches * sizes.n_ubatch
+        self._buffers["host_pos",] = (host.allocate_pinned(n_positions * 4, name="host_positions"),)
+        for m in range(sizes.n_ubatches):
+            n_bytes = max(1, sizes.n_ubatch * self._hp.n_expert_used * 4)
+            self._buffers["ids", m] = (host.allocate_pinned(n_bytes, name=f"host_ids{m}"),)

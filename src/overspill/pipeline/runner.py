@@ -1,0 +1,159 @@
+"""Running waves: from actions to launches, copies and events.
+
+The only place that orders streams. One host thread issues the actions of a schedule; for each one the ledger says
+which events its stream must wait for, then the work is given to the stream and an event recorded. The host blocks in
+four places, all named: when it reads logits, when it reads router ids (policy `selected`), before it overwrites the
+positions of an earlier wave that have not gone up, and in the throttle that bounds how far it runs ahead.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from overspill.device.base import Devices, Event
+from overspill.pipeline.ledger import Ledger
+from overspill.pipeline.memory import Memory
+from overspill.pipeline.schedule import Action, Order, Policy, Verb, WaveSchedule, actions
+from overspill.pipeline.split import Layout
+from overspill.pipeline.wave import Ubatch, Wave
+from overspill.pipeline.work import Work
+
+_ITEMS = frozenset({Verb.LAYERS, Verb.ATTEND, Verb.EXPERTS})
+_EVENTS_KEPT = 4096
+
+
+@dataclass
+class RunCounters:
+    """What a runner has done since the last reset."""
+
+    n_waves: int = 0
+    n_ubatches: int = 0
+    n_tokens: int = 0
+    wall_us: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Download:
+    """Logits on their way to the host."""
+
+    action: Action
+    event: Event
+    n_rows: int
+
+
+class Runner:
+    """Runs waves of one model on its devices. Not for several threads."""
+
+    def __init__(self, devices: Devices, layout: Layout, memory: Memory, work: Work, *, max_in_flight: int) -> None:
+        self.counters = RunCounters()
+        self._devices = devices
+        self._layout = layout
+        self._memory = memory
+        self._work = work
+        self._max_in_flight = max_in_flight
+        self._ledger = Ledger()
+        self._events: dict[int, Event] = {}
+        self._n_issued = 0
+        self._in_flight: deque[Event] = deque()
+        self._downloads: deque[_Download] = deque()
+        self._ids_asked: list[int] = []
+
+    def run(self, wave: Wave, schedule: WaveSchedule) -> list[torch.Tensor]:
+        """Compute a wave. Returns, per ubatch, float32 logits `[n output rows, V]` on the host.
+
+        Blocks until the wanted logits are there; a wave that wants none returns while it is still being computed.
+        """
+        started = time.perf_counter()
+        ubatches = wave.ubatches
+        assert len(ubatches) <= self._memory.sizes.n_ubatches
+        results = [torch.empty(len(u.output_rows), self._memory.n_vocab) for u in ubatches]
+        self._work.select_all()
+        self._write_positions_host(ubatches)
+        for action in actions(self._layout, schedule, [self._work.n_chunks(u) for u in ubatches]):
+            self._issue(action, schedule, ubatches, results)
+        while self._downloads:
+            self._read_logits_host(results)
+        self._count(wave, time.perf_counter() - started)
+        return results
+
+    def synchronize_host(self) -> None:
+        """Wait until all devices are idle (between measurements, and at the end)."""
+        for device in self._devices.all:
+            device.synchronize_host()
+
+    def _issue(
+        self, action: Action, schedule: WaveSchedule, ubatches: Sequence[Ubatch], results: list[torch.Tensor]
+    ) -> None:
+        if action.verb is Verb.UPLOAD and action.slab == 0 and schedule.policy is Policy.SELECTED:
+            self._select_host(action.layer, ubatches)
+        if action.verb is Verb.READ_IDS:
+            self._ids_asked.append(action.ubatch)
+        if action.verb is Verb.DOWNLOAD and len(self._downloads) == 2:
+            self._read_logits_host(results)
+        stream = self._devices.all[action.device].stream(action.stream.lane)
+        for number in self._ledger.add(self._n_issued, action.stream, action.reads, action.writes).values():
+            stream.wait(self._events[number])
+        if schedule.order is Order.SERIAL and self._n_issued:
+            stream.wait(self._events[self._n_issued - 1])
+        self._work.give(action, stream, ubatches)
+        event = stream.record()
+        self._remember(event)
+        if action.verb is Verb.DOWNLOAD:
+            n_rows = len(self._work.output_rows(ubatches[action.ubatch], action.chunk))
+            self._downloads.append(_Download(action, event, n_rows))
+        elif action.verb in _ITEMS:
+            self._throttle_host(event)
+
+    def _remember(self, event: Event) -> None:
+        self._events[self._n_issued] = event
+        self._n_issued += 1
+        if len(self._events) > 2 * _EVENTS_KEPT:
+            live = self._ledger.live()
+            first = self._n_issued - _EVENTS_KEPT
+            self._events = {n: e for n, e in self._events.items() if n >= first or n in live}
+
+    def _throttle_host(self, event: Event) -> None:
+        self._in_flight.append(event)
+        if len(self._in_flight) > self._max_in_flight:
+            self._in_flight.popleft().wait_host()
+
+    def _wait_users_host(self, resource: object) -> None:
+        for number in self._ledger.users(resource):
+            self._events[number].wait_host()
+
+    def _write_positions_host(self, ubatches: Sequence[Ubatch]) -> None:
+        self._wait_users_host(("host_pos",))
+        (buffer,) = self._memory[("host_pos",)]
+        rows = buffer.host_tensor.view(torch.int32).view(-1, self._memory.sizes.n_ubatch)
+        for row, ubatch in zip(rows, ubatches, strict=False):
+            positions = [p for s in ubatch.segments for p in range(s.first_pos, s.end_pos)]
+            row[: ubatch.n_tokens] = torch.tensor(positions, dtype=torch.int32)
+
+    def _select_host(self, i_layer: int, ubatches: Sequence[Ubatch]) -> None:
+        chosen: set[int] = set()
+        for m in self._ids_asked:
+            self._wait_users_host(("ids", m))
+            (buffer,) = self._memory["ids", m]
+            n = ubatches[m].n_tokens * self._memory.n_expert_used
+            chosen.update(buffer.host_tensor.view(torch.int32)[:n].tolist())
+        self._ids_asked.clear()
+        self._work.select(i_layer, chosen)
+
+    def _read_logits_host(self, results: list[torch.Tensor]) -> None:
+        done = self._downloads.popleft()
+        done.event.wait_host()
+        (buffer,) = self._memory["host_logits", done.action.slot]
+        logits = buffer.host_tensor.view(torch.float32).view(-1, self._memory.n_vocab)
+        first = done.action.chunk * self._memory.sizes.n_logits_rows
+        results[done.action.ubatch][first : first + done.n_rows] = logits[: done.n_rows]
+
+    def _count(self, wave: Wave, seconds: float) -> None:
+        self.counters.n_waves += 1
+        self.counters.n_ubatches += len(wave.ubatches)
+        self.counters.n_tokens += wave.n_tokens
+        self.counters.wall_us += seconds * 1e6

@@ -1,0 +1,264 @@
+"""Schedules: from a wave to the actions that compute it, in issue order.
+
+All schedules are orders of the same actions. Depth-first takes each ubatch through all layers; breadth-first takes
+all ubatches of the wave through each layer, so that a layer's host experts go up once per wave; serial is
+depth-first with every action waiting for the one before it. For one layer the order of ubatches is always the same,
+so results are bit for bit the same. Pure: reads values, yields values, knows no device.
+
+A resource is a tuple that starts with its name: ("x", device, ubatch) hidden states, ("route", device, ubatch)
+normed input, ids and weights of routing, ("pos", device), ("slot", device, i) a staging slot, ("wide", device) a
+dequantised slab, ("kv", layer), ("ids", ubatch) expert ids on the host, ("logits", device, i), ("host_logits", i).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from overspill.device.lane import Lane
+from overspill.pipeline.ledger import Resource, StreamId
+from overspill.pipeline.split import Layout, Split, SplitKind, cut
+
+N_LOGITS_BUFFERS = 2
+
+
+class Order(StrEnum):
+    """The schedules."""
+
+    SERIAL = "serial"
+    DEPTH_FIRST = "depth-first"
+    BREADTH_FIRST = "breadth-first"
+
+
+class Policy(StrEnum):
+    """What happens to a layer's host experts: all go up, those that the ids name go up, or the CPU computes them."""
+
+    ALL = "all"
+    SELECTED = "selected"
+    CPU = "cpu"
+
+
+class Verb(StrEnum):
+    """What an action does."""
+
+    INPUTS = "inputs"
+    EMBED = "embed"
+    LAYERS = "layers"
+    ATTEND = "attend"
+    READ_IDS = "read_ids"
+    UPLOAD = "upload"
+    WIDEN = "widen"
+    EXPERTS = "experts"
+    HAND_OFF = "hand_off"
+    OUTPUT = "output"
+    DOWNLOAD = "download"
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One launch. Fields that a verb does not use are -1.
+
+    layer, last_layer: the layers computed. slab: index into the layer's slabs. slot: staging slot (or logits buffer
+    of OUTPUT and DOWNLOAD). source: where a hand-off comes from. chunk: which rows of the outputs.
+    """
+
+    verb: Verb
+    stream: StreamId
+    reads: tuple[Resource, ...]
+    writes: tuple[Resource, ...]
+    layer: int = -1
+    last_layer: int = -1
+    ubatch: int = -1
+    slab: int = -1
+    slot: int = -1
+    source: int = -1
+    chunk: int = -1
+
+    @property
+    def device(self) -> int:
+        return self.stream.device
+
+    @property
+    def label(self) -> str:
+        """Short text for traces and grids, such as `attend L3 m1`."""
+        parts = [self.verb.value]
+        if self.layer >= 0:
+            last = self.last_layer - 1
+            parts.append(f"L{self.layer}" if last <= self.layer else f"L{self.layer}-{last}")
+        if self.slab >= 0:
+            parts.append(f"s{self.slab}")
+        if self.ubatch >= 0:
+            parts.append(f"m{self.ubatch}")
+        return " ".join(parts)
+
+
+@dataclass(frozen=True)
+class WaveSchedule:
+    """How waves are run.
+
+    widen: dequantise each staged slab once, before the ubatches use it (devices whose kernels want that).
+    """
+
+    order: Order
+    policy: Policy = Policy.ALL
+    n_staging_slots: int = 2
+    widen: bool = False
+
+
+def actions(layout: Layout, schedule: WaveSchedule, n_chunks: Sequence[int]) -> Iterator[Action]:
+    """Actions of one wave. n_chunks: per ubatch, how many pieces its output rows are computed in (0 = none wanted)."""
+    return _Emitter(layout, schedule, n_chunks).emit()
+
+
+class _Emitter:
+    """State while a wave's actions are listed: where each ubatch is, and which slab goes up next."""
+
+    def __init__(self, layout: Layout, schedule: WaveSchedule, n_chunks: Sequence[int]) -> None:
+        self._layout = layout
+        self._schedule = schedule
+        self._n_chunks = n_chunks
+        self._splits = cut(layout)
+        self._place = [layout.host] * len(n_chunks)
+        self._to_upload: list[deque[tuple[int, int]]] = [deque() for _ in range(layout.n_accelerators)]
+        self._n_uploaded = [0] * layout.n_accelerators
+        self._n_used = [0] * layout.n_accelerators
+        self._n_outputs = 0
+
+    def emit(self) -> Iterator[Action]:
+        ubatches = range(len(self._n_chunks))
+        is_breadth_first = self._schedule.order is Order.BREADTH_FIRST
+        groups = [tuple(ubatches)] if is_breadth_first else [(m,) for m in ubatches]
+        yield from self._inputs()
+        if self._schedule.policy is Policy.ALL:
+            self._queue_uploads(len(groups))
+            for device in range(self._layout.n_accelerators):
+                yield from self._fill_slots(device)
+        for group in groups:
+            for split in self._splits:
+                yield from self._run(split, group)
+
+    def _inputs(self) -> Iterator[Action]:
+        for device in sorted(set(self._layout.layer_device)):
+            yield Action(Verb.INPUTS, StreamId(device, Lane.COMPUTE), (("host_pos",),), (("pos", device),))
+
+    def _queue_uploads(self, n_passes: int) -> None:
+        for _ in range(n_passes):
+            for i_layer, slabs in enumerate(self._layout.slabs):
+                for i_slab in range(len(slabs)):
+                    self._to_upload[self._layout.layer_device[i_layer]].append((i_layer, i_slab))
+
+    def _fill_slots(self, device: int) -> Iterator[Action]:
+        for _ in range(min(self._schedule.n_staging_slots, len(self._to_upload[device]))):
+            yield self._upload_next(device)
+
+    def _upload_next(self, device: int) -> Action:
+        i_layer, i_slab = self._to_upload[device].popleft()
+        slot = self._n_uploaded[device] % self._schedule.n_staging_slots
+        self._n_uploaded[device] += 1
+        stream = StreamId(device, Lane.UPLOAD)
+        return Action(Verb.UPLOAD, stream, (), (("slot", device, slot),), layer=i_layer, slab=i_slab, slot=slot)
+
+    def _run(self, split: Split, group: tuple[int, ...]) -> Iterator[Action]:
+        match split.kind:
+            case SplitKind.EXPERTS if self._schedule.policy is Policy.CPU:
+                yield from self._experts_on_host(split, group)
+            case SplitKind.EXPERTS:
+                yield from self._experts(split, group)
+            case SplitKind.OUTPUT:
+                for m in group:
+                    yield from self._output(split, m)
+            case _:
+                for m in group:
+                    yield from self._compute(split, m)
+
+    def _move(self, device: int, m: int, *, with_route: bool = False) -> Iterator[Action]:
+        source = self._place[m]
+        if source == device:
+            return
+        self._place[m] = device
+        lane_of = device if device != self._layout.host else source
+        names = ("x", "route") if with_route else ("x",)
+        yield Action(
+            Verb.HAND_OFF,
+            StreamId(lane_of, Lane.HAND_OFF),
+            tuple((name, source, m) for name in names),
+            tuple((name, device, m) for name in names),
+            ubatch=m,
+            source=source,
+        )
+
+    def _compute(self, split: Split, m: int) -> Iterator[Action]:
+        device, x = split.device, ("x", split.device, m)
+        stream = StreamId(device, Lane.COMPUTE)
+        if split.kind is SplitKind.EMBED:
+            self._place[m] = device
+            yield Action(Verb.EMBED, stream, (), (x,), ubatch=m)
+            return
+        yield from self._move(device, m)
+        kv: tuple[Resource, ...] = tuple(("kv", i) for i in range(split.first, split.last))
+        reads, writes = (x, ("pos", device), *kv), (x, *kv)
+        verb = Verb.LAYERS
+        if split.kind is SplitKind.ATTEND:
+            verb, writes = Verb.ATTEND, (*writes, ("route", device, m))
+        yield Action(verb, stream, reads, writes, layer=split.first, last_layer=split.last, ubatch=m)
+
+    def _experts_on_host(self, split: Split, group: tuple[int, ...]) -> Iterator[Action]:
+        host = self._layout.host
+        for m in group:
+            yield from self._move(host, m, with_route=True)
+        for m in group:
+            x = ("x", host, m)
+            stream = StreamId(host, Lane.COMPUTE)
+            yield Action(
+                Verb.EXPERTS, stream, (x, ("route", host, m)), (x,), layer=split.first, last_layer=split.last, ubatch=m
+            )
+
+    def _experts(self, split: Split, group: tuple[int, ...]) -> Iterator[Action]:
+        if self._schedule.policy is Policy.SELECTED:
+            yield from self._select(split, group)
+        for i_slab in range(len(self._layout.slabs[split.first])):
+            yield from self._slab(split, i_slab, group)
+
+    def _select(self, split: Split, group: tuple[int, ...]) -> Iterator[Action]:
+        device, i_layer = split.device, split.first
+        for m in group:
+            stream = StreamId(device, Lane.HAND_OFF)
+            reads, writes = (("route", device, m),), (("ids", m),)
+            yield Action(Verb.READ_IDS, stream, reads, writes, layer=i_layer, ubatch=m)
+        self._to_upload[device].extend((i_layer, i) for i in range(len(self._layout.slabs[i_layer])))
+        yield from self._fill_slots(device)
+
+    def _slab(self, split: Split, i_slab: int, group: tuple[int, ...]) -> Iterator[Action]:
+        device, i_layer = split.device, split.first
+        slot = self._n_used[device] % self._schedule.n_staging_slots
+        self._n_used[device] += 1
+        weights: Resource = ("slot", device, slot)
+        stream = StreamId(device, Lane.COMPUTE)
+        if self._schedule.widen:
+            yield Action(Verb.WIDEN, stream, (weights,), (("wide", device),), layer=i_layer, slab=i_slab, slot=slot)
+            weights = ("wide", device)
+            yield from self._refill(device)
+        for m in group:
+            x = ("x", device, m)
+            reads = (x, ("route", device, m), weights)
+            yield Action(Verb.EXPERTS, stream, reads, (x,), layer=i_layer, ubatch=m, slab=i_slab, slot=slot)
+        if not self._schedule.widen:
+            yield from self._refill(device)
+
+    def _refill(self, device: int) -> Iterator[Action]:
+        if self._to_upload[device]:
+            yield self._upload_next(device)
+
+    def _output(self, split: Split, m: int) -> Iterator[Action]:
+        if self._n_chunks[m]:
+            yield from self._move(split.device, m)
+        for chunk in range(self._n_chunks[m]):
+            slot = self._n_outputs % N_LOGITS_BUFFERS
+            self._n_outputs += 1
+            logits, on_host = ("logits", split.device, slot), ("host_logits", slot)
+            compute, down = StreamId(split.device, Lane.COMPUTE), StreamId(split.device, Lane.HAND_OFF)
+            x = ("x", split.device, m)
+            yield Action(Verb.OUTPUT, compute, (x,), (logits,), ubatch=m, slot=slot, chunk=chunk)
+            yield Action(Verb.DOWNLOAD, down, (logits,), (on_host,), ubatch=m, slot=slot, chunk=chunk)

@@ -1,0 +1,121 @@
+"""Slabs: how a layer's host experts are cut for upload, and how a staged slab lies in its slot.
+
+A slab is a range of experts of one layer. In the slot its gate, up and down parts stand one behind the other, each
+from an aligned offset; in host RAM each part is one contiguous range of the stacked tensor, so a whole slab is three
+copies, and a slab of selected experts three per run of neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from overspill.device.base import Buffer, Part
+from overspill.gguf.types import TensorType
+from overspill.pipeline.split import Slab
+from overspill.quant.experts import ExpertWeights
+from overspill.quant.qtensor import QTensor
+
+ALIGNMENT = 64
+
+
+def align(n_bytes: int) -> int:
+    """Round up to the alignment of parts in a slot."""
+    return -(-n_bytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True, eq=False)
+class HostPart:
+    """One stacked expert tensor in host RAM: `[E, rows, cols]` of `type`, in a buffer of its own."""
+
+    buffer: Buffer
+    type: TensorType
+    shape: tuple[int, int, int]
+
+    @property
+    def expert_bytes(self) -> int:
+        return self.shape[1] * self.type.row_bytes(self.shape[2])
+
+    def stacked(self, raw: torch.Tensor, n_experts: int) -> QTensor:
+        """View `n_experts` experts at the start of `raw` (uint8) as a stack."""
+        return QTensor.from_bytes(raw[: n_experts * self.expert_bytes], self.type, (n_experts, *self.shape[1:]))
+
+
+@dataclass(frozen=True, eq=False)
+class HostExperts:
+    """The routed experts of one layer in host RAM."""
+
+    gate: HostPart
+    up: HostPart
+    down: HostPart
+
+    @property
+    def parts(self) -> tuple[HostPart, HostPart, HostPart]:
+        return self.gate, self.up, self.down
+
+    @property
+    def n_experts(self) -> int:
+        return self.gate.shape[0]
+
+    @property
+    def n_bytes(self) -> int:
+        return self.n_experts * sum(part.expert_bytes for part in self.parts)
+
+    def in_place(self) -> ExpertWeights:
+        """All experts where they are, for the CPU."""
+        gate, up, down = (part.stacked(part.buffer.host_tensor, self.n_experts) for part in self.parts)
+        return ExpertWeights(gate, up, down)
+
+
+def cut_slabs(n_experts: int, expert_bytes: Sequence[int], slot_bytes: int) -> tuple[Slab, ...]:
+    """Consecutive ranges of experts, each of which fits in a slot; sizes differ by at most one expert.
+
+    expert_bytes: bytes of one expert's gate, up and down. slot_bytes must be at least `slot_bytes_for(.., 1)`.
+    """
+    most = min(n_experts, (slot_bytes - len(expert_bytes) * (ALIGNMENT - 1)) // sum(expert_bytes))
+    assert most > 0, "the plan gave a slot that holds no expert"
+    n_slabs = -(-n_experts // most)
+    return tuple(Slab(n_experts * i // n_slabs, n_experts * (i + 1) // n_slabs) for i in range(n_slabs))
+
+
+def slot_bytes_for(expert_bytes: Sequence[int], n_experts: int) -> int:
+    """Smallest slot in which `cut_slabs` puts `n_experts` experts at once."""
+    return n_experts * sum(expert_bytes) + len(expert_bytes) * (ALIGNMENT - 1)
+
+
+def upload_parts(experts: HostExperts, ids: Sequence[int]) -> list[Part]:
+    """Copies that bring the experts `ids` (ascending) into a slot."""
+    copies = []
+    base = 0
+    for part in experts.parts:
+        size, offset = part.expert_bytes, base
+        for first, last in _runs(ids):
+            n_bytes = (last - first) * size
+            copies.append(Part(part.buffer, first * size, offset, n_bytes))
+            offset += n_bytes
+        base = align(offset)
+    return copies
+
+
+def staged(experts: HostExperts, ids: Sequence[int], slot: torch.Tensor) -> ExpertWeights:
+    """The experts `ids` as they lie in a slot (uint8) that `upload_parts` of the same ids has filled."""
+    stacks: list[QTensor] = []
+    base = 0
+    for part in experts.parts:
+        stacks.append(part.stacked(slot[base:], len(ids)))
+        base = align(base + len(ids) * part.expert_bytes)
+    slot_of = np.full(experts.n_experts, -1, np.int32)
+    slot_of[list(ids)] = np.arange(len(ids), dtype=np.int32)
+    return ExpertWeights(stacks[0], stacks[1], stacks[2], slot_of)
+
+
+def _runs(ids: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Maximal ranges `[first, last)` of consecutive numbers."""
+    start = 0
+    for i in range(1, len(ids) + 1):
+        if i == len(ids) or ids[i] != ids[i - 1] + 1:
+            yield ids[start], ids[i - 1] + 1
+            start = i

@@ -1,0 +1,172 @@
+"""Loading: every tensor to its home, once.
+
+Weights of a device are copied through a small pinned ring; experts whose home is the host but whose layer computes on
+an accelerator go into pinned memory, from where slabs are uploaded; what the CPU itself computes with stays where the
+file is mapped.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from overspill.device.base import Buffer, Device, Devices, Event, MemoryKind, Part
+from overspill.device.lane import Lane
+from overspill.gguf.source import ModelSource
+from overspill.kernels import Ops
+from overspill.models.base import Block, HParams, Model, TensorSpec
+from overspill.pipeline.split import Layout
+from overspill.pipeline.upload import HostExperts, HostPart
+from overspill.quant.dequant import dequantize
+from overspill.quant.qtensor import QTensor
+
+_RING_BYTES = 32 << 20
+_PARTS = ("gate", "up", "down")
+
+
+@dataclass(frozen=True, eq=False)
+class Loaded:
+    """A model whose layers are bound to devices, and the experts that stayed in host RAM, by layer."""
+
+    model: Model
+    host_experts: dict[int, HostExperts]
+
+
+def load(
+    source: ModelSource,
+    specs: Sequence[TensorSpec],
+    make_model: Callable[[HParams, Block, Sequence[Block], Block], Model],
+    hp: HParams,
+    layout: Layout,
+    devices: Devices,
+    ops_of: Callable[[Device], Ops],
+    progress: Callable[[int], None] = lambda n_bytes: None,
+) -> Loaded:
+    """Read all tensors of `specs` (those the file has). progress: called with the bytes of each tensor done."""
+    loader = _Loader(source, devices, ops_of, progress)
+    by_layer: list[list[TensorSpec]] = [[] for _ in range(hp.n_layer)]
+    top: dict[str, TensorSpec] = {}
+    for spec in specs:
+        if spec.name.startswith("blk."):
+            by_layer[int(spec.name.split(".")[1])].append(spec)
+        else:
+            top[spec.name] = spec
+    host_experts: dict[int, HostExperts] = {}
+    blocks = []
+    for i_layer, layer_specs in enumerate(by_layer):
+        if layout.has_host_experts(i_layer):
+            host_experts[i_layer] = loader.host_experts(i_layer)
+            layer_specs = [s for s in layer_specs if not _is_routed(s.name)]
+        shared = [spec for name, spec in top.items() if name.startswith("rope_")]
+        blocks.append(loader.block(devices.all[layout.layer_device[i_layer]], [*layer_specs, *shared]))
+    embedding = loader.block(devices.host, [top["token_embd.weight"]])
+    head = loader.block(devices.all[layout.output_device], _head(top), tied="output.weight" not in top)
+    return Loaded(make_model(hp, embedding, blocks, head), host_experts)
+
+
+def _head(top: dict[str, TensorSpec]) -> list[TensorSpec]:
+    tied = [] if "output.weight" in top else [top["token_embd.weight"]]
+    return [spec for name, spec in top.items() if name.startswith("output")] + tied
+
+
+def _is_routed(name: str) -> bool:
+    return any(name.endswith(f".ffn_{part}_exps.weight") for part in _PARTS)
+
+
+class _Loader:
+    def __init__(
+        self, source: ModelSource, devices: Devices, ops_of: Callable[[Device], Ops], progress: Callable[[int], None]
+    ) -> None:
+        self._source = source
+        self._devices = devices
+        self._ops_of = ops_of
+        self._progress = progress
+        self._ring: _Ring | None = None
+
+    def block(self, device: Device, specs: Iterable[TensorSpec], *, tied: bool = False) -> Block:
+        """The tensors on a device, named without `blk.N.`; tied: the embedding serves as the head."""
+        matrices: dict[str, QTensor] = {}
+        vectors: dict[str, torch.Tensor] = {}
+        for spec in specs:
+            name = spec.name.split(".", 2)[2] if spec.name.startswith("blk.") else spec.name
+            name = "output.weight" if tied and name == "token_embd.weight" else name
+            if len(spec.shape) == 1 or name.endswith(".bias"):
+                vectors[name] = self._vector(device, spec)
+            else:
+                matrices[name] = self._matrix(device, spec)
+            self._progress(self._source.tensors[spec.name].n_bytes)
+        return Block(self._ops_of(device), matrices, vectors)
+
+    def host_experts(self, i_layer: int) -> HostExperts:
+        """Routed experts of a layer in pinned memory."""
+        gate, up, down = (self._host_part(f"blk.{i_layer}.ffn_{part}_exps.weight") for part in _PARTS)
+        return HostExperts(gate, up, down)
+
+    def _host_part(self, name: str) -> HostPart:
+        info = self._source.tensors[name]
+        buffer = self._devices.host.allocate_pinned(info.n_bytes, name=name)
+        buffer.host_tensor.copy_(_tensor(self._source.bytes_of(name)))
+        self._progress(info.n_bytes)
+        n_experts, rows, cols = info.shape
+        return HostPart(buffer, info.type, (n_experts, rows, cols))
+
+    def _matrix(self, device: Device, spec: TensorSpec) -> QTensor:
+        info = self._source.tensors[spec.name]
+        raw = _tensor(self._source.bytes_of(spec.name))
+        if not device.is_host:
+            raw = self._send(device, raw, spec.name)
+        return QTensor.from_bytes(raw, info.type, info.shape)
+
+    def _vector(self, device: Device, spec: TensorSpec) -> torch.Tensor:
+        info = self._source.tensors[spec.name]
+        raw = _tensor(self._source.bytes_of(spec.name))
+        values = dequantize(QTensor.from_bytes(raw, info.type, info.shape)).contiguous()
+        if device.is_host:
+            return values
+        return self._send(device, values.view(torch.uint8).flatten(), spec.name).view(torch.float32).view(info.shape)
+
+    def _send(self, device: Device, raw: torch.Tensor, name: str) -> torch.Tensor:
+        target = device.allocate((raw.numel(),), torch.uint8, kind=MemoryKind.WEIGHTS, name=name)
+        if self._ring is None:
+            self._ring = _Ring(self._devices)
+        self._ring.send(target, raw)
+        return target.raw()
+
+
+class _Ring:
+    """Two pinned chunks through which weights travel to accelerators."""
+
+    def __init__(self, devices: Devices) -> None:
+        self._chunks = [devices.host.allocate_pinned(_RING_BYTES, name=f"load{i}") for i in range(2)]
+        self._busy: list[Event | None] = [None, None]
+        self._i = 0
+
+    def send(self, target: Buffer, raw: torch.Tensor) -> None:
+        """Copy `raw` into `target`; returns when the copy is done."""
+        stream = target.device.stream(Lane.UPLOAD)
+        for first in range(0, raw.numel(), _RING_BYTES):
+            piece = raw[first : first + _RING_BYTES]
+            self._put(target, stream_offset=first, piece=piece)
+        stream.record().wait_host()
+
+    def _put(self, target: Buffer, *, stream_offset: int, piece: torch.Tensor) -> None:
+        i, self._i = self._i, 1 - self._i
+        busy = self._busy[i]
+        if busy is not None:
+            busy.wait_host()
+        self._chunks[i].host_tensor[: piece.numel()].copy_(piece)
+        stream = target.device.stream(Lane.UPLOAD)
+        stream.upload(target, [Part(self._chunks[i], 0, stream_offset, piece.numel())], label=f"load {target.name}")
+        self._busy[i] = stream.record()
+
+
+def _tensor(raw: NDArray[np.uint8]) -> torch.Tensor:
+    """A tensor over mapped, read-only bytes; nobody writes to weights."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(raw)

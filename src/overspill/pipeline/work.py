@@ -1,0 +1,183 @@
+"""What each verb does: the bodies of launches and copies, in terms of buffers and the model contract.
+
+`Work.give` hands one action to its stream. Bodies run later, on the stream, and touch only the buffers that the
+action names; everything they need of the wave is bound when the action is given.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from overspill.cache.kv import KvCache
+from overspill.device.base import Buffer, Stream
+from overspill.kernels import Ops
+from overspill.models.base import Model, Routing, UbatchView, forward_layer
+from overspill.pipeline.memory import Memory
+from overspill.pipeline.schedule import Action, Verb
+from overspill.pipeline.split import Layout
+from overspill.pipeline.upload import HostExperts, staged, upload_parts
+from overspill.pipeline.wave import Ubatch
+from overspill.quant.experts import ExpertWeights
+
+
+class Work:
+    """The verbs over one model's memory."""
+
+    def __init__(
+        self, model: Model, layout: Layout, memory: Memory, host_experts: Mapping[int, HostExperts], host_ops: Ops
+    ) -> None:
+        self._model = model
+        self._layout = layout
+        self._memory = memory
+        self._host_experts = host_experts
+        self._host_ops = host_ops
+        self._slab_ids: dict[tuple[int, int], Sequence[int]] = {}
+        self._compute: dict[Verb, Callable[[Action, Ubatch], Callable[[], None]]] = {
+            Verb.EMBED: self._embed,
+            Verb.LAYERS: self._layers,
+            Verb.ATTEND: self._attend,
+            Verb.EXPERTS: self._experts,
+            Verb.OUTPUT: self._output,
+        }
+
+    def give(self, action: Action, stream: Stream, ubatches: Sequence[Ubatch]) -> None:
+        """Give an action to its stream."""
+        match action.verb:
+            case Verb.INPUTS:
+                self._copy(action, stream, len(ubatches) * self._memory.sizes.n_ubatch * 4)
+            case Verb.UPLOAD:
+                self._upload(action, stream)
+            case Verb.READ_IDS:
+                self._read_ids(action, stream, ubatches[action.ubatch])
+            case Verb.HAND_OFF:
+                self._hand_off(action, stream, ubatches[action.ubatch])
+            case Verb.DOWNLOAD:
+                n_rows = len(self.output_rows(ubatches[action.ubatch], action.chunk))
+                self._copy(action, stream, n_rows * self._model.hparams.n_vocab * 4)
+            case _:
+                body = self._compute[action.verb](action, ubatches[action.ubatch])
+                reads, writes = self._memory.all_of(action.reads), self._memory.all_of(action.writes)
+                stream.launch(body, label=action.label, reads=reads, writes=writes)
+
+    def output_rows(self, ubatch: Ubatch, chunk: int) -> tuple[int, ...]:
+        """Rows of a ubatch whose logits one OUTPUT action computes."""
+        n = self._memory.sizes.n_logits_rows
+        return ubatch.output_rows[chunk * n : (chunk + 1) * n]
+
+    def n_chunks(self, ubatch: Ubatch) -> int:
+        """OUTPUT actions a ubatch needs."""
+        return -(-len(ubatch.output_rows) // self._memory.sizes.n_logits_rows)
+
+    def select(self, i_layer: int, ids: set[int]) -> None:
+        """From now on the layer's slabs hold these experts only, packed into as few slabs as possible."""
+        ordered = deque(sorted(ids))
+        for i_slab, slab in enumerate(self._layout.slabs[i_layer]):
+            n = min(slab.n_experts, len(ordered))
+            self._slab_ids[i_layer, i_slab] = [ordered.popleft() for _ in range(n)]
+
+    def select_all(self) -> None:
+        """Slabs hold the experts of the layout again."""
+        self._slab_ids.clear()
+
+    def _ids_of(self, i_layer: int, i_slab: int) -> Sequence[int]:
+        chosen = self._slab_ids.get((i_layer, i_slab))
+        return range(*self._layout.slabs[i_layer][i_slab]) if chosen is None else chosen
+
+    def _one(self, resource: object) -> Buffer:
+        (buffer,) = self._memory[resource]
+        return buffer
+
+    def _view(self, ubatch: Ubatch, device: int, m: int) -> UbatchView:
+        return UbatchView(ubatch.segments, self._one(("pos", device)).tensor[m, : ubatch.n_tokens])
+
+    def _cache(self, i_layer: int) -> KvCache:
+        k, v = self._memory["kv", i_layer]
+        return KvCache(k.tensor, v.tensor)
+
+    def _x(self, action: Action, ubatch: Ubatch) -> torch.Tensor:
+        return self._one(("x", action.device, action.ubatch)).tensor[: ubatch.n_tokens]
+
+    def _embed(self, action: Action, ubatch: Ubatch) -> Callable[[], None]:
+        def body() -> None:
+            self._x(action, ubatch).copy_(self._model.embed(torch.tensor(ubatch.ids)))
+
+        return body
+
+    def _layers(self, action: Action, ubatch: Ubatch) -> Callable[[], None]:
+        def body() -> None:
+            target = self._x(action, ubatch)
+            view = self._view(ubatch, action.device, action.ubatch)
+            x = target
+            for i in range(action.layer, action.last_layer):
+                x = forward_layer(self._model, i, x, self._cache(i), view)
+            target.copy_(x)
+
+        return body
+
+    def _attend(self, action: Action, ubatch: Ubatch) -> Callable[[], None]:
+        def body() -> None:
+            target = self._x(action, ubatch)
+            view = self._view(ubatch, action.device, action.ubatch)
+            x = self._model.attend(action.layer, target, self._cache(action.layer), view)
+            routing = self._model.route(action.layer, x)
+            assert routing is not None
+            target.copy_(x)
+            for part, buffer in zip(routing, self._memory["route", action.device, action.ubatch], strict=True):
+                buffer.tensor[: ubatch.n_tokens].copy_(part)
+
+        return body
+
+    def _routing(self, action: Action, ubatch: Ubatch) -> Routing:
+        buffers = self._memory["route", action.device, action.ubatch]
+        return Routing(*(buffer.tensor[: ubatch.n_tokens] for buffer in buffers))
+
+    def _experts(self, action: Action, ubatch: Ubatch) -> Callable[[], None]:
+        layer, experts = action.layer, self._host_experts[action.layer]
+        if action.slab < 0:
+            return lambda: self._add_experts(action, ubatch, experts.in_place(), self._host_ops)
+        ids = self._ids_of(layer, action.slab)
+        slot = self._one(("slot", action.device, action.slot))
+
+        def body() -> None:
+            if ids:
+                self._add_experts(action, ubatch, staged(experts, ids, slot.tensor), self._model.ops(layer))
+
+        return body
+
+    def _add_experts(self, action: Action, ubatch: Ubatch, weights: ExpertWeights, ops: Ops) -> None:
+        x, routing = self._x(action, ubatch), self._routing(action, ubatch)
+        self._model.experts(action.layer, x, routing, weights, ops)
+
+    def _output(self, action: Action, ubatch: Ubatch) -> Callable[[], None]:
+        rows = self.output_rows(ubatch, action.chunk)
+
+        def body() -> None:
+            x = self._x(action, ubatch)
+            logits = self._one(("logits", action.device, action.slot)).tensor
+            logits[: len(rows)].copy_(self._model.output(x[list(rows)]))
+
+        return body
+
+    def _upload(self, action: Action, stream: Stream) -> None:
+        ids = self._ids_of(action.layer, action.slab)
+        if ids:
+            slot = self._one(("slot", action.device, action.slot))
+            stream.upload(slot, upload_parts(self._host_experts[action.layer], ids), label=action.label)
+
+    def _copy(self, action: Action, stream: Stream, n_bytes: int) -> None:
+        (source,), (target,) = self._memory[action.reads[0]], self._memory[action.writes[0]]
+        stream.copy(target, source, n_bytes=n_bytes, label=action.label)
+
+    def _hand_off(self, action: Action, stream: Stream, ubatch: Ubatch) -> None:
+        sources, targets = self._memory.all_of(action.reads), self._memory.all_of(action.writes)
+        for source, target in zip(sources, targets, strict=True):
+            row_bytes = source.n_bytes // self._memory.sizes.n_ubatch
+            stream.copy(target, source, n_bytes=ubatch.n_tokens * row_bytes, label=action.label)
+
+    def _read_ids(self, action: Action, stream: Stream, ubatch: Ubatch) -> None:
+        _, ids, _ = self._memory[action.reads[0]]
+        n_bytes = ubatch.n_tokens * self._model.hparams.n_expert_used * 4
+        stream.copy(self._one(action.writes[0]), ids, n_bytes=n_bytes, label=action.label)
