@@ -7,7 +7,8 @@ architecture renormalises the weights of the chosen experts to a sum of 1.
 
 Invariants: everything but the feed-forward tensors, the expert keys, `general.name` and `general.file_type` is kept;
 with `type="keep"` every quantised byte is kept, so that the MoE's experts are exactly the dense weights. With
-`n_experts=0` the file stays dense and is only requantised: the twin to compare with.
+`n_experts=0` the file stays dense and is only requantised: the twin to compare with (`type="F32"`: the
+values that a quantised file stands for).
 """
 
 from __future__ import annotations
@@ -26,11 +27,19 @@ from gguf_stream import Entry, Field, write_gguf
 
 from overspill.errors import UserError
 
-TYPES = ("Q8_0", "Q4_1", "keep")
+TYPES = ("Q8_0", "Q4_1", "F32", "keep")
 ARCH = "llama"
-FILE_TYPES = {"Q8_0": LlamaFileType.MOSTLY_Q8_0, "Q4_1": LlamaFileType.MOSTLY_Q4_1}
+FILE_TYPES = {
+    "Q8_0": LlamaFileType.MOSTLY_Q8_0,
+    "Q4_1": LlamaFileType.MOSTLY_Q4_1,
+    "F32": LlamaFileType.ALL_F32,
+}
 # What the two ends of a model lose by 4 bits is out of proportion to their size, so they get 8.
 END_TENSORS = ("token_embd.weight", "output.weight")
+FOUR_BIT_TYPES = ("Q4_1",)
+# Trained feed-forward norms of small models are far below 1 and turn outliers down, so that a gain of 2 gives logits of
+# a standard deviation of 1 to 2 (SmolLM2-135M, English prose: all of 8 experts are used but in the last two layers).
+ROUTER_GAIN = 2.0
 DENSE_FFN = re.compile(r"(blk\.(\d+)\.ffn_)(gate|up|down)\.weight")
 
 
@@ -40,8 +49,7 @@ def upcycle(
     """Writes `dst`: `src` with `n_experts` copies of each feed-forward block, `n_used` of them chosen per token.
 
     `type` is the type of all matrices but the router ("keep": as they are); the token embedding and the output head
-    become Q8_0 where it is a 4-bit type. The router is drawn from N(0, 1/D), so that its logits on a normed input have
-    a standard deviation of about 1. Raises `UserError` for a file or options that cannot be upcycled.
+    become Q8_0 where it is a 4-bit type. Raises `UserError` for a file or options that cannot be upcycled.
     """
     src, dst = Path(src), Path(dst)
     _check_options(src, dst, n_experts, n_used, type)
@@ -76,8 +84,13 @@ def _check_source(path: Path, reader: GGUFReader) -> None:
     arch = arch_field.contents() if arch_field else None
     if arch != ARCH:
         raise UserError(f"{path}: general.architecture is {arch!r}; only dense {ARCH!r} files can be upcycled")
-    if not any(DENSE_FFN.fullmatch(tensor.name) for tensor in reader.tensors):
+    names = {tensor.name for tensor in reader.tensors}
+    layers = {match.group(2) for match in map(DENSE_FFN.fullmatch, names) if match}
+    if not layers:
         raise UserError(f"{path}: no tensor blk.N.ffn_gate.weight; only dense {ARCH!r} files can be upcycled")
+    for layer in layers:
+        if f"blk.{layer}.ffn_norm.weight" not in names:
+            raise UserError(f"{path}: tensor blk.{layer}.ffn_norm.weight is missing; only whole files can be upcycled")
 
 
 def _fields(reader: GGUFReader, n_experts: int, n_used: int, type: str) -> Iterator[Field]:
@@ -100,6 +113,7 @@ def _is_rewritten(field: ReaderField, expert_keys: dict[str, int]) -> bool:
 
 
 def _entries(reader: GGUFReader, n_experts: int, type: str, seed: int) -> Iterator[Entry]:
+    norms = {tensor.name: tensor for tensor in reader.tensors if tensor.name.endswith("ffn_norm.weight")}
     for tensor in reader.tensors:
         ffn = DENSE_FFN.fullmatch(tensor.name)
         if not (ffn and n_experts):
@@ -110,9 +124,8 @@ def _entries(reader: GGUFReader, n_experts: int, type: str, seed: int) -> Iterat
         make = partial(_stack, dense, n_experts)
         yield Entry(f"{prefix}{part}_exps.weight", (n_experts, *dense.shape), dense.type, make)
         if part == "gate":
-            router_shape = (n_experts, dense.shape[-1])
-            make = partial(_router, router_shape, seed, int(layer))
-            yield Entry(f"{prefix}gate_inp.weight", router_shape, GGMLQuantizationType.F32, make)
+            make = partial(_router, n_experts, norms[f"{prefix}norm.weight"], [seed, int(layer)])
+            yield Entry(f"{prefix}gate_inp.weight", (n_experts, dense.shape[-1]), GGMLQuantizationType.F32, make)
 
 
 def _entry(tensor: ReaderTensor, type: str) -> Entry:
@@ -124,7 +137,8 @@ def _entry(tensor: ReaderTensor, type: str) -> Entry:
 def _target(tensor: ReaderTensor, type: str) -> GGMLQuantizationType:
     if type == "keep" or len(tensor.shape) < 2:
         return tensor.tensor_type
-    return GGMLQuantizationType.Q8_0 if tensor.name in END_TENSORS else GGMLQuantizationType[type]
+    has_8_bits = tensor.name in END_TENSORS and type in FOUR_BIT_TYPES
+    return GGMLQuantizationType.Q8_0 if has_8_bits else GGMLQuantizationType[type]
 
 
 def _convert(tensor: ReaderTensor, target: GGMLQuantizationType) -> np.ndarray:
@@ -138,10 +152,12 @@ def _stack(dense: Entry, n_experts: int) -> np.ndarray:
     return np.broadcast_to(data, (n_experts, *data.shape))
 
 
-def _router(shape: tuple[int, int], seed: int, layer: int) -> np.ndarray:
-    """F32 [E, D], a function of seed and layer alone."""
-    rng = np.random.default_rng([seed, layer])
-    return rng.standard_normal(shape, dtype=np.float32) / np.float32(np.sqrt(shape[1]))
+def _router(n_experts: int, norm: ReaderTensor, seeds: list[int]) -> np.ndarray:
+    """F32 [E, D], normal, scaled to the root mean square of the norm in front of it: logits do not depend on that."""
+    norm_D = dequantize(norm.data, norm.tensor_type)
+    gain = ROUTER_GAIN / np.sqrt(norm_D.size * np.mean(norm_D**2))
+    rng = np.random.default_rng(seeds)
+    return (gain * rng.standard_normal((n_experts, norm_D.size))).astype(np.float32)
 
 
 def main(argv: list[str] | None = None) -> int:

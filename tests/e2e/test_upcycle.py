@@ -75,11 +75,12 @@ def test_metadata_is_kept_but_for_the_expert_keys_and_the_name(kept: Path) -> No
     assert fields(kept) == expected
 
 
-def test_router_is_random_per_layer_and_scaled_to_its_input(kept: Path, tmp_path: Path) -> None:
+def test_router_is_random_per_layer_and_scaled_to_its_norm(kept: Path, tmp_path: Path) -> None:
     moe = tensors(kept)
     routers = [values(moe[f"blk.{layer}.ffn_gate_inp.weight"]) for layer in range(N_LAYERS)]
     assert all(router.shape == (3, D) and router.dtype == np.float32 for router in routers)
-    assert 0.9 < np.std(routers) * np.sqrt(D) < 1.1
+    norms = [moe[f"blk.{layer}.ffn_norm.weight"].data for layer in range(N_LAYERS)]
+    assert 0.9 < np.std(routers) * np.sqrt(D * np.mean(np.square(norms))) / 2 < 1.1
     assert not np.array_equal(routers[0], routers[1])
     other = tmp_path / "seed6.gguf"
     upcycle(DENSE, other, n_experts=3, n_used=2, type="keep", seed=6)
@@ -116,6 +117,16 @@ def test_types(tmp_path: Path, type: str, file_type: int, step: float) -> None:
         assert np.abs(values(twin[name]) - original).max() < 0.51 * step * spread
     assert moe["blk.1.attn_norm.weight"].tensor_type.name == "F32"
     assert moe["blk.1.ffn_gate_inp.weight"].tensor_type.name == "F32"
+
+
+def test_dequantised_twin_holds_the_values_of_the_quantised_one(tmp_path: Path) -> None:
+    upcycle(DENSE, tmp_path / "q4_1.gguf", n_experts=0, type="Q4_1")
+    upcycle(tmp_path / "q4_1.gguf", tmp_path / "f32.gguf", n_experts=0, type="F32")
+    quantised, floats = tensors(tmp_path / "q4_1.gguf"), tensors(tmp_path / "f32.gguf")
+    assert {tensor.tensor_type.name for tensor in floats.values()} == {"F32"}
+    for name, tensor in quantised.items():
+        np.testing.assert_array_equal(floats[name].data, values(tensor))
+    assert fields(tmp_path / "f32.gguf") == fields(DENSE)
 
 
 @pytest.mark.parametrize(
