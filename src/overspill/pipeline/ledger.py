@@ -9,13 +9,13 @@ can be forgotten. What an action *says* it touches is checked by the virtual and
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from overspill.device.lane import Lane
 
-Resource = Hashable
+Resource = tuple[str | int, ...]
 
 
 class StreamId(NamedTuple):

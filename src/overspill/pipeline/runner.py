@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from overspill.device.base import Devices, Event
-from overspill.pipeline.ledger import Ledger
+from overspill.pipeline.ledger import Ledger, Resource
 from overspill.pipeline.memory import Memory
 from overspill.pipeline.schedule import Action, Order, Policy, Verb, WaveSchedule, actions
 from overspill.pipeline.split import Layout
@@ -122,7 +122,7 @@ class Runner:
         if len(self._in_flight) > self._max_in_flight:
             self._in_flight.popleft().wait_host()
 
-    def _wait_users_host(self, resource: object) -> None:
+    def _wait_users_host(self, resource: Resource) -> None:
         for number in self._ledger.users(resource):
             self._events[number].wait_host()
 

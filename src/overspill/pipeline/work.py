@@ -15,6 +15,7 @@ from overspill.cache.kv import KvCache
 from overspill.device.base import Buffer, Stream
 from overspill.kernels import Ops
 from overspill.models.base import Model, Routing, UbatchView, forward_layer
+from overspill.pipeline.ledger import Resource
 from overspill.pipeline.memory import Memory
 from overspill.pipeline.schedule import Action, Verb
 from overspill.pipeline.split import Layout
@@ -86,7 +87,7 @@ class Work:
         chosen = self._slab_ids.get((i_layer, i_slab))
         return range(*self._layout.slabs[i_layer][i_slab]) if chosen is None else chosen
 
-    def _one(self, resource: object) -> Buffer:
+    def _one(self, resource: Resource) -> Buffer:
         (buffer,) = self._memory[resource]
         return buffer
 

@@ -1,0 +1,243 @@
+"""A schedule without devices: how long would it take, and what would it look like?
+
+Streams run their actions in order; an action starts when its stream is free and the actions that the ledger names
+have finished: the rules of the runner, with durations in place of work. `costs` estimates durations from a machine's
+measured rates; `grid` prints a schedule with every action one unit long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from overspill.device.lane import Lane
+from overspill.pipeline.ledger import Ledger, StreamId
+from overspill.pipeline.schedule import Action, Order, Policy, Verb, WaveSchedule, actions
+from overspill.pipeline.split import Layout
+from overspill.placement.machine import Machine
+from overspill.placement.shape import ModelShape
+
+_LAUNCH_US = 20.0
+_HAND_OFF_LATENCY_US = 20.0
+_CPU_EMBED_US = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """An action with its simulated start and end, microseconds."""
+
+    action: Action
+    start_us: float
+    end_us: float
+
+
+def simulate(issued: Iterable[Action], cost_us: Callable[[Action], float], *, is_serial: bool = False) -> list[Timed]:
+    """Start and end of each action, in issue order."""
+    ledger = Ledger()
+    free: dict[StreamId, float] = {}
+    timed: list[Timed] = []
+    for number, action in enumerate(issued):
+        waits = ledger.add(number, action.stream, action.reads, action.writes)
+        start = max([free.get(action.stream, 0.0), *(timed[n].end_us for n in waits.values())])
+        if is_serial and timed:
+            start = max(start, timed[-1].end_us)
+        end = start + cost_us(action)
+        free[action.stream] = end
+        timed.append(Timed(action, start, end))
+    return timed
+
+
+@dataclass(frozen=True)
+class WaveShape:
+    """A wave by its numbers: tokens of each ubatch, and how many positions stand before the first."""
+
+    n_tokens: tuple[int, ...]
+    first_pos: int = 0
+
+    @classmethod
+    def of_prompt(cls, n_tokens: int, n_ubatch: int, first_pos: int = 0) -> WaveShape:
+        """A prompt cut at multiples of `n_ubatch`."""
+        full, rest = divmod(n_tokens, n_ubatch)
+        return cls((n_ubatch,) * full + ((rest,) if rest else ()), first_pos)
+
+
+def costs(
+    shape: ModelShape, machine: Machine, layout: Layout, wave: WaveShape, schedule: WaveSchedule
+) -> Callable[[Action], float]:
+    """Duration of each action of a wave in microseconds: FLOPs / rate, bytes / bandwidth, plus a launch."""
+    return _Costs(shape, machine, layout, wave, schedule)
+
+
+class _Costs:
+    def __init__(
+        self, shape: ModelShape, machine: Machine, layout: Layout, wave: WaveShape, schedule: WaveSchedule
+    ) -> None:
+        self._shape = shape
+        self._machine = machine
+        self._layout = layout
+        self._wave = wave
+        self._schedule = schedule
+        self._past = [wave.first_pos + sum(wave.n_tokens[:m]) for m in range(len(wave.n_tokens))]
+        n_uploading = len({d for i, d in enumerate(layout.layer_device) if layout.has_host_experts(i)})
+        self._link_gbps = [min(d.h2d_gbps, machine.h2d_total_gbps / max(1, n_uploading)) for d in machine.devices]
+
+    def __call__(self, action: Action) -> float:
+        match action.verb:
+            case Verb.UPLOAD:
+                return self._upload_us(action)
+            case Verb.HAND_OFF:
+                return _HAND_OFF_LATENCY_US + self._hand_off_us(action)
+            case Verb.LAYERS | Verb.ATTEND:
+                layers = range(action.layer, max(action.last_layer, action.layer + 1))
+                return _LAUNCH_US + sum(self._layer_us(action, i) for i in layers)
+            case Verb.EXPERTS:
+                return _LAUNCH_US + self._experts_us(action)
+            case Verb.WIDEN:
+                return _LAUNCH_US + self._slab_bytes(action) * 3 / self._rate_gbps(action.device) / 1e3
+            case Verb.OUTPUT:
+                n_rows = self._wave.n_tokens[action.ubatch] if action.chunk > 0 else 1
+                return _LAUNCH_US + self._compute_us(action.device, n_rows * self._shape.output_flops, n_rows)
+            case Verb.EMBED:
+                return _CPU_EMBED_US * self._wave.n_tokens[action.ubatch]
+            case _:
+                return _HAND_OFF_LATENCY_US
+
+    def _n_experts_in(self, action: Action) -> float:
+        slab = self._layout.slabs[action.layer][action.slab]
+        share = slab.n_experts / self._shape.n_expert
+        if self._schedule.policy is not Policy.SELECTED:
+            return share
+        return share * _share_met(self._shape, sum(self._wave.n_tokens))
+
+    def _slab_bytes(self, action: Action) -> float:
+        return self._shape.expert_bytes(action.layer) * self._n_experts_in(action)
+
+    def _upload_us(self, action: Action) -> float:
+        return self._slab_bytes(action) / self._link_gbps[action.device] / 1e3
+
+    def _hand_off_us(self, action: Action) -> float:
+        n_bytes = 4 * self._shape.n_embd * self._wave.n_tokens[action.ubatch] * len(action.reads)
+        is_peer = action.source != self._layout.host and action.writes[0][1] != self._layout.host
+        gbps = self._machine.peer_gbps if is_peer else self._link_gbps[action.device]
+        return n_bytes / gbps / 1e3
+
+    def _layer_us(self, action: Action, i_layer: int) -> float:
+        n = self._wave.n_tokens[action.ubatch]
+        n_keys = self._past[action.ubatch] + (n + 1) / 2
+        weights = self._shape.flops_per_token[i_layer]
+        if action.verb is Verb.ATTEND:
+            weights -= self._expert_flops(i_layer)
+        flops = n * (weights + self._shape.attention_flops[i_layer] * n_keys)
+        return self._compute_us(action.device, flops, n, self._weight_bytes(i_layer, action.verb, n))
+
+    def _weight_bytes(self, i_layer: int, verb: Verb, n_tokens: int) -> float:
+        dense = self._shape.layer_bytes(i_layer)
+        if verb is Verb.ATTEND:
+            return dense
+        return dense + self._shape.expert_bytes(i_layer) * _share_met(self._shape, n_tokens)
+
+    def _expert_flops(self, i_layer: int) -> float:
+        """FLOPs per token in the routed experts, from their share of the layer's bytes."""
+        experts = self._shape.expert_bytes(i_layer) * self._shape.n_expert_used / max(1, self._shape.n_expert)
+        return self._shape.flops_per_token[i_layer] * experts / (experts + self._shape.layer_bytes(i_layer))
+
+    def _experts_us(self, action: Action) -> float:
+        n = self._wave.n_tokens[action.ubatch]
+        met = _share_met(self._shape, n)
+        share = (
+            1.0 if action.slab < 0 else self._layout.slabs[action.layer][action.slab].n_experts / self._shape.n_expert
+        )
+        flops = n * self._expert_flops(action.layer) * share
+        return self._compute_us(action.device, flops, n, self._shape.expert_bytes(action.layer) * met * share)
+
+    def _rate_gbps(self, device: int) -> float:
+        """Bandwidth at which a device reads its own weights: about 1 byte per 160 FLOP of its matrix rate."""
+        if device == self._layout.host:
+            return self._machine.cpu_gbps
+        return self._machine.devices[device].tflops * 1e3 / 160
+
+    def _compute_us(self, device: int, flops: float, n_tokens: int, weight_bytes: float = 0.0) -> float:
+        if device == self._layout.host:
+            gflops = self._machine.cpu_gflops
+        else:
+            gflops = self._machine.devices[device].tflops * 1e3
+        return max(flops / gflops / 1e3, weight_bytes / self._rate_gbps(device) / 1e3)
+
+
+def _share_met(shape: ModelShape, n_tokens: int) -> float:
+    """Share of the experts that at least one of `n_tokens` picks, if they pick uniformly."""
+    if shape.n_expert == 0:
+        return 0.0
+    return 1.0 - (1.0 - shape.n_expert_used / shape.n_expert) ** n_tokens
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a simulated wave takes. busy: share of the time each accelerator (or the host alone) computes."""
+
+    wave_us: float
+    uploaded_bytes: float
+    busy: dict[int, float]
+
+
+def predict(shape: ModelShape, machine: Machine, layout: Layout, wave: WaveShape, schedule: WaveSchedule) -> Prediction:
+    """Simulate one wave; the last ubatch wants one row of logits."""
+    n_chunks = [0] * (len(wave.n_tokens) - 1) + [1]
+    cost_us = costs(shape, machine, layout, wave, schedule)
+    timed = simulate(actions(layout, schedule, n_chunks), cost_us, is_serial=schedule.order is Order.SERIAL)
+    total = max(t.end_us for t in timed)
+    busy: dict[int, float] = {}
+    for t in timed:
+        if t.action.stream.lane is Lane.COMPUTE:
+            busy[t.action.device] = busy.get(t.action.device, 0.0) + (t.end_us - t.start_us) / total
+    uploads = [t.action for t in timed if t.action.verb is Verb.UPLOAD]
+    uploaded = sum(
+        shape.expert_bytes(a.layer) * layout.slabs[a.layer][a.slab].n_experts / shape.n_expert for a in uploads
+    )
+    return Prediction(total, uploaded, busy)
+
+
+def grid(layout: Layout, schedule: WaveSchedule, n_ubatches: int) -> str:
+    """The schedule as text, one row per stream, one column per unit of time, every action one unit long."""
+    issued = actions(layout, schedule, [0] * (n_ubatches - 1) + [1])
+    timed = simulate(issued, lambda action: 1.0, is_serial=schedule.order is Order.SERIAL)
+    rows: dict[StreamId, dict[int, str]] = {}
+    for t in timed:
+        rows.setdefault(t.action.stream, {})[int(t.start_us)] = _cell(t.action)
+    n_columns = int(max(t.end_us for t in timed))
+    width = max(len(cell) for row in rows.values() for cell in row.values())
+    return "\n".join(
+        f"{_stream_name(layout, stream):<20} "
+        + " ".join(rows[stream].get(i, ".").ljust(width) for i in range(n_columns))
+        for stream in sorted(rows)
+    )
+
+
+def _stream_name(layout: Layout, stream: StreamId) -> str:
+    device = "host" if stream.device == layout.host else f"device {stream.device}"
+    return f"{device} {stream.lane}"
+
+
+_LETTERS = {
+    Verb.INPUTS: "in",
+    Verb.EMBED: "E",
+    Verb.LAYERS: "L",
+    Verb.ATTEND: "A",
+    Verb.READ_IDS: "i",
+    Verb.UPLOAD: "U",
+    Verb.WIDEN: "W",
+    Verb.EXPERTS: "X",
+    Verb.HAND_OFF: "h",
+    Verb.OUTPUT: "O",
+    Verb.DOWNLOAD: "D",
+}
+
+
+def _cell(action: Action) -> str:
+    """Letter of the verb, layer, slab after a slash, ubatch after a dot: `X3/0.1`."""
+    text = _LETTERS[action.verb]
+    if action.layer >= 0:
+        text += str(action.layer)
+    if action.slab >= 0:
+        text += f"/{action.slab}"
+    return text + (f".{action.ubatch}" if action.ubatch >= 0 else "")
