@@ -1,0 +1,250 @@
+"""The engine: schedule a wave, run it, sample its rows, tell what happened.
+
+It owns no device: `run_wave` is given. One thread calls `step`; `submit`, `cancel` and the properties may be used from
+any thread, and take effect at the next step. A request that cannot go on (bad logits, a device error) ends alone with
+reason "error"; the engine goes on with the others. Each request gets exactly one `DoneEvent`, its last event.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+import torch
+
+from overspill.engine.request import (
+    DoneEvent,
+    DoneReason,
+    Event,
+    ProgressEvent,
+    Request,
+    Timings,
+    TokenEvent,
+)
+from overspill.engine.sampler import BadLogits, Draw, Sampler
+from overspill.engine.scheduler import PrefixReuse, Scheduler, Sequence, output_slots
+from overspill.errors import UserError
+from overspill.pipeline.wave import Wave
+
+RunWave = Callable[[Wave], list[torch.Tensor]]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotState:
+    """What a slot is doing, for status pages; the counts are 0 and request_id is None while it is idle."""
+
+    slot: int
+    request_id: str | None = None
+    n_prompt: int = 0
+    n_done: int = 0
+    n_cached: int = 0
+    n_generated: int = 0
+
+
+@dataclass(slots=True)
+class _Run:
+    """A request in the engine: its sequence, its sampler, and when it reached what."""
+
+    sequence: Sequence
+    sampler: Sampler
+    started_s: float | None = None
+    prompt_done_s: float | None = None
+    last_token_s: float | None = None
+
+    def timings(self, now_s: float) -> Timings:
+        s = self.sequence
+        prompt_done_s = now_s if self.prompt_done_s is None else self.prompt_done_s
+        started_s = prompt_done_s if self.started_s is None else self.started_s
+        last_token_s = prompt_done_s if self.last_token_s is None else self.last_token_s
+        return Timings(
+            cache_n=s.n_reused,
+            prompt_n=min(s.n_done, s.n_prompt) - s.n_reused,
+            prompt_ms=1e3 * (prompt_done_s - started_s),
+            predicted_n=s.n_generated,
+            predicted_ms=1e3 * (last_token_s - prompt_done_s),
+        )
+
+
+class Engine:
+    """Continuous batching over `run_wave`.
+
+    run_wave: computes a wave and returns, per ubatch in order, the logits of its output rows as float32
+    [len(output_rows), V] on the host. They are read before the next call, so it may reuse their memory.
+    n_ctx_slot: cells a slot has. n_wave: most tokens a wave has. reuse: see `PrefixReuse`. clock: seconds.
+    failed: what the device said when a wave last failed, else None. Raises UserError for sizes that do not fit together.
+    """
+
+    def __init__(
+        self,
+        run_wave: RunWave,
+        *,
+        n_vocab: int,
+        n_ctx_slot: int,
+        n_slots: int,
+        n_ubatch: int,
+        n_wave: int,
+        reuse: PrefixReuse = PrefixReuse.WHOLE_UBATCHES,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.failed: str | None = None
+        self._run_wave = run_wave
+        self._clock = clock
+        self._scheduler = Scheduler(
+            n_vocab=n_vocab, n_ctx_slot=n_ctx_slot, n_slots=n_slots, n_ubatch=n_ubatch, n_wave=n_wave, reuse=reuse
+        )
+        self._runs: dict[str, _Run] = {}
+        self._inbox: SimpleQueue[Request | str] = SimpleQueue()
+        self._ids: set[str] = set()
+        self._ids_lock = threading.Lock()
+
+    def submit(self, request: Request) -> None:
+        """Take a request on. Raises UserError (`ContextOverflow` for too long a prompt) if it cannot be served."""
+        self._scheduler.validate(request)
+        with self._ids_lock:
+            if request.id in self._ids:
+                raise UserError(f"request id {request.id!r} is in use, give each request its own")
+            self._ids.add(request.id)
+        self._inbox.put(request)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request at the next step, with reason "cancelled". Nothing happens if it has ended already."""
+        self._inbox.put(request_id)
+
+    @property
+    def has_work(self) -> bool:
+        return not self._inbox.empty() or self._scheduler.has_work
+
+    @property
+    def n_waiting(self) -> int:
+        """Requests without a slot."""
+        return self._scheduler.n_waiting
+
+    @property
+    def slots(self) -> tuple[SlotState, ...]:
+        return tuple(_slot_state(i, sequence) for i, sequence in enumerate(self._scheduler.in_slots))
+
+    def step(self) -> list[Event]:
+        """Take in what came, compute one wave, sample. Blocks while the wave runs."""
+        events = self._take_inbox()
+        wave = self._scheduler.next_wave()
+        return events if wave is None else events + self._compute(wave)
+
+    # --- coming in
+
+    def _take_inbox(self) -> list[Event]:
+        events: list[Event] = []
+        while not self._inbox.empty():
+            item = self._inbox.get()
+            if isinstance(item, Request):
+                self._begin(item)
+            elif (run := self._runs.get(item)) is not None:
+                self._scheduler.drop(run.sequence, keep_cells=True)
+                events.append(self._end(run.sequence, "cancelled"))
+        return events
+
+    def _begin(self, request: Request) -> None:
+        params = request.params
+        seed = secrets.randbits(32) if params.seed is None else params.seed
+        banned_ids = request.stop_ids if params.ignore_eos else frozenset[int]()
+        self._runs[request.id] = _Run(self._scheduler.add(request), Sampler(params, seed, banned_ids))
+
+    # --- one wave
+
+    def _compute(self, wave: Wave) -> list[Event]:
+        sequences = self._scheduler.sequences_in(wave)
+        self._mark_started(sequences)
+        try:
+            logits = self._run_wave(wave)
+        except Exception as error:
+            return self._fail(sequences, error)
+        prompts = [s for s in sequences if not s.is_decoding]
+        draws, bad = self._sample(wave, logits)
+        finished = self._scheduler.commit(wave, {slot: draw.id for slot, draw in draws.items()})
+        self._mark_done(sequences, draws)
+        events: list[Event] = [_progress(s) for s in prompts]
+        events += [_token(s, draws[s.slot]) for s in sequences if s.slot in draws]
+        events += [self._end(s, reason) for s, reason in finished]
+        return events + [self._abort(s, message) for s, message in bad]
+
+    def _sample(self, wave: Wave, logits: list[torch.Tensor]) -> tuple[dict[int, Draw], list[tuple[Sequence, str]]]:
+        """Draws by slot, and the sequences whose logits were bad."""
+        draws: dict[int, Draw] = {}
+        bad: list[tuple[Sequence, str]] = []
+        by_slot = {s.slot: s for s in self._scheduler.sequences_in(wave)}
+        rows = (row for ubatch_logits in logits for row in ubatch_logits)
+        for slot, logits_V in zip(output_slots(wave), rows, strict=True):
+            sequence = by_slot[slot]
+            try:
+                draws[slot] = self._runs[sequence.request.id].sampler.sample(logits_V, sequence.ids)
+            except BadLogits as error:
+                bad.append((sequence, str(error)))
+        return draws, bad
+
+    def _mark_started(self, sequences: list[Sequence]) -> None:
+        now_s = self._clock()
+        for run in (self._runs[s.request.id] for s in sequences):
+            run.started_s = now_s if run.started_s is None else run.started_s
+
+    def _mark_done(self, sequences: list[Sequence], draws: dict[int, Draw]) -> None:
+        now_s = self._clock()
+        for sequence in sequences:
+            run = self._runs[sequence.request.id]
+            if sequence.is_decoding and run.prompt_done_s is None:
+                run.prompt_done_s = now_s
+            if sequence.slot in draws:
+                run.last_token_s = now_s
+
+    # --- going out
+
+    def _fail(self, sequences: list[Sequence], error: Exception) -> list[Event]:
+        """The device did not compute a wave: its requests end, and no cells anywhere are trusted any more."""
+        self.failed = _one_line(error)
+        _log.error("a wave of %d sequences failed", len(sequences), exc_info=error)
+        events: list[Event] = [self._abort(s, self.failed) for s in sequences]
+        self._scheduler.forget_cells()
+        return events
+
+    def _abort(self, sequence: Sequence, message: str) -> DoneEvent:
+        self._scheduler.drop(sequence, keep_cells=False)
+        return self._end(sequence, "error", message)
+
+    def _end(self, sequence: Sequence, reason: DoneReason, message: str = "") -> DoneEvent:
+        run = self._runs.pop(sequence.request.id)
+        with self._ids_lock:
+            self._ids.remove(sequence.request.id)
+        return DoneEvent(
+            request_id=sequence.request.id,
+            reason=reason,
+            n_prompt=sequence.n_prompt,
+            n_generated=sequence.n_generated,
+            message=message,
+            timings=run.timings(self._clock()),
+            seed=run.sampler.seed,
+        )
+
+
+def _progress(sequence: Sequence) -> ProgressEvent:
+    return ProgressEvent(sequence.request.id, sequence.n_done, sequence.n_prompt, sequence.n_reused)
+
+
+def _token(sequence: Sequence, draw: Draw) -> TokenEvent:
+    return TokenEvent(sequence.request.id, draw.id, draw.logprob, draw.top, draw.id in sequence.stop_ids)
+
+
+def _slot_state(slot: int, sequence: Sequence | None) -> SlotState:
+    if sequence is None:
+        return SlotState(slot)
+    s = sequence
+    return SlotState(slot, s.request.id, s.n_prompt, min(s.n_done, s.n_prompt), s.n_reused, s.n_generated)
+
+
+def _one_line(error: Exception) -> str:
+    text = (str(error).splitlines() or [""])[0]
+    return text if isinstance(error, UserError) else f"the device failed: {type(error).__name__}: {text}"
