@@ -12,7 +12,8 @@ once, before the first request, and live as long as the device.
 
 Invariants a back end keeps:
 - `launch`, `copy`, `record`, `wait` return at once (the `cpu` device alone computes in place);
-- only functions with `_host` in their name block the calling thread;
+- only functions with `_host` in their name block the calling thread (and `Event.wait_in_worker`, which worker
+  threads alone call);
 - an error inside a stream is sticky: it is raised by the next call that blocks, and by every one after it.
 """
 
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -81,18 +82,26 @@ def device_of_this_work() -> Device | None:
 
 
 @contextmanager
-def running_on(device: Device) -> Iterator[None]:
-    """Mark the calling thread as running work of `device` (back ends wrap each launch in it)."""
-    before = device_of_this_work()
-    _running_on.device = device
+def running_on(device: Device, *, only: Collection[Buffer] | None = None) -> Iterator[None]:
+    """Mark the calling thread as running work of `device` (back ends wrap each launch in it).
+
+    `only`: the buffers this work has named; touching another one that is not a weight is `UndeclaredAccess`.
+    None: the back end does not check.
+    """
+    before = device_of_this_work(), getattr(_running_on, "only", None)
+    _running_on.device, _running_on.only = device, only
     try:
         yield
     finally:
-        _running_on.device = before
+        _running_on.device, _running_on.only = before
 
 
 class WrongDevice(RuntimeError):
     """Work touched memory of another device: a fault in the pipeline, never the user's."""
+
+
+class UndeclaredAccess(RuntimeError):
+    """Work touched memory that its launch did not name, or wrote what it named as read: a fault in the pipeline."""
 
 
 class Buffer:
@@ -118,9 +127,15 @@ class Buffer:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The memory itself, for work that runs on this buffer's device; `WrongDevice` for anyone else."""
+        """The memory itself, for work that runs on this buffer's device; `WrongDevice` for anyone else.
+
+        Raises `UndeclaredAccess` where the back end checks and the work has not named this buffer (see `running_on`).
+        """
         if device_of_this_work() is not self.device:
             raise WrongDevice(f"{self} read by work of {device_of_this_work()}")
+        only = getattr(_running_on, "only", None)
+        if only is not None and self not in only and self.kind is not MemoryKind.WEIGHTS:
+            raise UndeclaredAccess(f"{self} touched by work whose launch does not name it")
         return self._tensor
 
     @property
@@ -148,6 +163,13 @@ class Event(ABC):
     @abstractmethod
     def wait_host(self) -> None:
         """Block the calling thread until the recorded point is reached; raises the stream's sticky error."""
+
+    @abstractmethod
+    def wait_in_worker(self) -> None:
+        """For the worker thread of another stream that waits on this event: blocks it, counted nowhere.
+
+        Raises the stream's error if it came before the recorded point, so that a failure reaches whoever needs it.
+        """
 
 
 class Stream(ABC):
@@ -259,7 +281,7 @@ class HostDevice(Device):
     is_host = True
 
     @abstractmethod
-    def allocate_pinned(self, n_bytes: int, *, name: str) -> Buffer:
+    def allocate_pinned(self, n_bytes: int, *, name: str, kind: MemoryKind = MemoryKind.STAGING) -> Buffer:
         """uint8 host memory that accelerators can copy from asynchronously."""
 
     @abstractmethod
