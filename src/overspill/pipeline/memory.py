@@ -28,6 +28,11 @@ class Sizes:
     n_slots: int
     n_cells: int
 
+    @classmethod
+    def of_plan(cls, n_ubatch: int, n_wave: int, n_slots: int, n_ctx: int) -> Sizes:
+        """From a plan's numbers; `n_ctx` cells are shared out evenly over the slots."""
+        return cls(n_ubatch, -(-n_wave // n_ubatch), n_slots, n_ctx // n_slots)
+
     @property
     def n_logits_rows(self) -> int:
         """Rows of logits computed at once; more wanted rows are computed in chunks."""

@@ -81,6 +81,10 @@ class Runner:
         self._count(wave, time.perf_counter() - started)
         return results
 
+    def reset_counters(self) -> None:
+        """Count from now on."""
+        self.counters = RunCounters()
+
     def synchronize_host(self) -> None:
         """Wait until all devices are idle (between measurements, and at the end)."""
         for device in self._devices.all:
