@@ -17,6 +17,7 @@ from overspill.models.layers import attend_cached, feed_forward, heads, linear
 from overspill.models.rope import Rope
 from overspill.models.router import softmax_top_k
 from overspill.quant.experts import Activation, ExpertWeights
+from overspill.quant.qtensor import QTensor
 
 
 def global_tensors(hp: HParams) -> list[TensorSpec]:
@@ -134,9 +135,12 @@ class Transformer:
 
     def resident_experts(self, i_layer: int) -> ExpertWeights:
         """All experts of a layer that keeps them where it computes."""
-        block = self._blocks[i_layer]
-        gate, up, down = (block.matrix(f"ffn_{part}_exps") for part in ("gate", "up", "down"))
+        gate, up, down = (self.resident_part(i_layer, i_part) for i_part in range(3))
         return ExpertWeights(gate, up, down)
+
+    def resident_part(self, i_layer: int, i_part: int) -> QTensor:
+        """The stacked gate (0), up (1) or down (2) matrices of a layer that keeps them where it computes."""
+        return self._blocks[i_layer].matrix(f"ffn_{('gate', 'up', 'down')[i_part]}_exps")
 
     def ops(self, i_layer: int) -> Ops:
         """Kernels of the device that computes the layer."""

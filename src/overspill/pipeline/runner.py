@@ -18,7 +18,7 @@ import torch
 from overspill.device.base import Devices, Event
 from overspill.pipeline.ledger import Ledger, Resource
 from overspill.pipeline.memory import Memory
-from overspill.pipeline.schedule import Action, Order, Policy, Verb, WaveSchedule, actions
+from overspill.pipeline.schedule import Action, Order, Verb, WaveSchedule, actions
 from overspill.pipeline.split import Layout
 from overspill.pipeline.wave import Ubatch, Wave
 from overspill.pipeline.work import Work
@@ -93,7 +93,7 @@ class Runner:
     def _issue(
         self, action: Action, schedule: WaveSchedule, ubatches: Sequence[Ubatch], results: list[torch.Tensor]
     ) -> None:
-        if action.verb is Verb.UPLOAD and action.slab == 0 and schedule.policy is Policy.SELECTED:
+        if action.verb is Verb.UPLOAD and self._ids_asked:
             self._select_host(action.layer, ubatches)
         if action.verb is Verb.READ_IDS:
             self._ids_asked.append(action.ubatch)

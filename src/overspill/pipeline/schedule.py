@@ -162,7 +162,7 @@ class _Emitter:
 
     def _run(self, split: Split, group: tuple[int, ...]) -> Iterator[Action]:
         match split.kind:
-            case SplitKind.EXPERTS if self._schedule.policy is Policy.CPU:
+            case SplitKind.EXPERTS if self._policy(split.first) is Policy.CPU:
                 yield from self._experts_on_host(split, group)
             case SplitKind.EXPERTS:
                 yield from self._experts(split, group)
@@ -216,19 +216,22 @@ class _Emitter:
             )
 
     def _experts(self, split: Split, group: tuple[int, ...]) -> Iterator[Action]:
-        if self._schedule.policy is Policy.SELECTED:
-            yield from self._select(split, group)
+        if self._schedule.policy is not Policy.ALL:
+            if self._policy(split.first) is Policy.SELECTED:
+                yield from self._read_ids(split, group)
+            self._to_upload[split.device].extend((split.first, i) for i in range(len(self._layout.slabs[split.first])))
+            yield from self._fill_slots(split.device)
         for i_slab in range(len(self._layout.slabs[split.first])):
             yield from self._slab(split, i_slab, group)
 
-    def _select(self, split: Split, group: tuple[int, ...]) -> Iterator[Action]:
-        device, i_layer = split.device, split.first
+    def _policy(self, i_layer: int) -> Policy:
+        return Policy.ALL if i_layer in self._layout.mixed else self._schedule.policy
+
+    def _read_ids(self, split: Split, group: tuple[int, ...]) -> Iterator[Action]:
         for m in group:
-            stream = StreamId(device, Lane.HAND_OFF)
-            reads, writes = (("route", device, m),), (("ids", m),)
-            yield Action(Verb.READ_IDS, stream, reads, writes, layer=i_layer, ubatch=m)
-        self._to_upload[device].extend((i_layer, i) for i in range(len(self._layout.slabs[i_layer])))
-        yield from self._fill_slots(device)
+            stream = StreamId(split.device, Lane.HAND_OFF)
+            reads, writes = (("route", split.device, m),), (("ids", m),)
+            yield Action(Verb.READ_IDS, stream, reads, writes, layer=split.first, ubatch=m)
 
     def _slab(self, split: Split, i_slab: int, group: tuple[int, ...]) -> Iterator[Action]:
         device, i_layer = split.device, split.first

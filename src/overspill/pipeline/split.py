@@ -27,13 +27,15 @@ class Layout:
     """Where each layer computes and which layers upload their experts.
 
     layer_device: per layer, `host` = the CPU. slabs: per layer, the slabs its host experts go up in; empty where the
-    experts are resident or the layer has none.
+    experts are resident or the layer has none. mixed: layers of which a part (say, the down matrices) is resident:
+    their slabs always go up whole, because the CPU cannot reach that part.
     """
 
     n_accelerators: int
     layer_device: tuple[int, ...]
     output_device: int
     slabs: tuple[tuple[Slab, ...], ...]
+    mixed: frozenset[int] = frozenset()
 
     @property
     def host(self) -> int:

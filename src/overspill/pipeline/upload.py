@@ -7,7 +7,7 @@ copies, and a slab of selected experts three per run of neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,27 +46,26 @@ class HostPart:
 
 @dataclass(frozen=True, eq=False)
 class HostExperts:
-    """The routed experts of one layer in host RAM."""
+    """The routed experts of one layer in host RAM; a part that lives on the layer's device is None.
 
-    gate: HostPart
-    up: HostPart
-    down: HostPart
+    parts: gate, up, down. n_experts: of the layer.
+    """
 
-    @property
-    def parts(self) -> tuple[HostPart, HostPart, HostPart]:
-        return self.gate, self.up, self.down
+    parts: tuple[HostPart | None, HostPart | None, HostPart | None]
+    n_experts: int
 
     @property
-    def n_experts(self) -> int:
-        return self.gate.shape[0]
+    def host_parts(self) -> Iterator[HostPart]:
+        """The parts that have to go up."""
+        return (part for part in self.parts if part is not None)
 
     @property
     def n_bytes(self) -> int:
-        return self.n_experts * sum(part.expert_bytes for part in self.parts)
+        return self.n_experts * sum(part.expert_bytes for part in self.host_parts)
 
     def in_place(self) -> ExpertWeights:
-        """All experts where they are, for the CPU."""
-        gate, up, down = (part.stacked(part.buffer.host_tensor, self.n_experts) for part in self.parts)
+        """All experts where they are, for the CPU; every part must be on the host."""
+        gate, up, down = (part.stacked(part.buffer.host_tensor, self.n_experts) for part in self.host_parts)
         return ExpertWeights(gate, up, down)
 
 
@@ -90,7 +89,7 @@ def upload_parts(experts: HostExperts, ids: Sequence[int]) -> list[Part]:
     """Copies that bring the experts `ids` (ascending) into a slot."""
     copies = []
     base = 0
-    for part in experts.parts:
+    for part in experts.host_parts:
         size, offset = part.expert_bytes, base
         for first, last in _runs(ids):
             n_bytes = (last - first) * size
@@ -100,13 +99,21 @@ def upload_parts(experts: HostExperts, ids: Sequence[int]) -> list[Part]:
     return copies
 
 
-def staged(experts: HostExperts, ids: Sequence[int], slot: torch.Tensor) -> ExpertWeights:
-    """The experts `ids` as they lie in a slot (uint8) that `upload_parts` of the same ids has filled."""
+def staged(
+    experts: HostExperts, ids: Sequence[int], slot: torch.Tensor, resident: Callable[[int], QTensor]
+) -> ExpertWeights:
+    """The experts `ids` as they lie in a slot (uint8) that `upload_parts` of the same ids has filled.
+
+    resident: the whole stack of part 0, 1 or 2 (gate, up, down) if it is on the device; `ids` is a range in that case.
+    """
     stacks: list[QTensor] = []
     base = 0
-    for part in experts.parts:
-        stacks.append(part.stacked(slot[base:], len(ids)))
-        base = align(base + len(ids) * part.expert_bytes)
+    for i, part in enumerate(experts.parts):
+        if part is None:
+            stacks.append(resident(i).rows(ids[0], ids[-1] + 1))
+        else:
+            stacks.append(part.stacked(slot[base:], len(ids)))
+            base = align(base + len(ids) * part.expert_bytes)
     slot_of = np.full(experts.n_experts, -1, np.int32)
     slot_of[list(ids)] = np.arange(len(ids), dtype=np.int32)
     return ExpertWeights(stacks[0], stacks[1], stacks[2], slot_of)

@@ -45,9 +45,15 @@ def load(
     layout: Layout,
     devices: Devices,
     ops_of: Callable[[Device], Ops],
+    *,
+    is_on_host: Callable[[str], bool] = lambda name: True,
     progress: Callable[[int], None] = lambda n_bytes: None,
 ) -> Loaded:
-    """Read all tensors of `specs` (those the file has). progress: called with the bytes of each tensor done."""
+    """Read all tensors of `specs` (those the file has).
+
+    is_on_host: which expert tensors of a layer with host experts stay there. progress: called with the bytes of each
+    tensor done.
+    """
     loader = _Loader(source, devices, ops_of, progress)
     by_layer: list[list[TensorSpec]] = [[] for _ in range(hp.n_layer)]
     top: dict[str, TensorSpec] = {}
@@ -60,8 +66,9 @@ def load(
     blocks = []
     for i_layer, layer_specs in enumerate(by_layer):
         if layout.has_host_experts(i_layer):
-            host_experts[i_layer] = loader.host_experts(i_layer)
-            layer_specs = [s for s in layer_specs if not _is_routed(s.name)]
+            staged = [s.name for s in layer_specs if _is_routed(s.name) and is_on_host(s.name)]
+            host_experts[i_layer] = loader.host_experts(i_layer, hp.n_expert, staged)
+            layer_specs = [s for s in layer_specs if s.name not in staged]
         shared = [spec for name, spec in top.items() if name.startswith("rope_")]
         blocks.append(loader.block(devices.all[layout.layer_device[i_layer]], [*layer_specs, *shared]))
     embedding = loader.block(devices.host, [top["token_embd.weight"]])
@@ -102,10 +109,11 @@ class _Loader:
             self._progress(self._source.tensors[spec.name].n_bytes)
         return Block(self._ops_of(device), matrices, vectors)
 
-    def host_experts(self, i_layer: int) -> HostExperts:
-        """Routed experts of a layer in pinned memory."""
-        gate, up, down = (self._host_part(f"blk.{i_layer}.ffn_{part}_exps.weight") for part in _PARTS)
-        return HostExperts(gate, up, down)
+    def host_experts(self, i_layer: int, n_experts: int, staged: Sequence[str]) -> HostExperts:
+        """Routed experts of a layer in pinned memory: the tensors named in `staged`."""
+        names = (f"blk.{i_layer}.ffn_{part}_exps.weight" for part in _PARTS)
+        gate, up, down = (self._host_part(name) if name in staged else None for name in names)
+        return HostExperts((gate, up, down), n_experts)
 
     def _host_part(self, name: str) -> HostPart:
         info = self._source.tensors[name]

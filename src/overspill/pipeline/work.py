@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -144,7 +145,8 @@ class Work:
 
         def body() -> None:
             if ids:
-                self._add_experts(action, ubatch, staged(experts, ids, slot.tensor), self._model.ops(layer))
+                weights = staged(experts, ids, slot.tensor, partial(self._model.resident_part, layer))
+                self._add_experts(action, ubatch, weights, self._model.ops(layer))
 
         return body
 

@@ -1,0 +1,155 @@
+"""The plan: placement and schedule together, chosen by simulating the candidates.
+
+Candidates are (schedule, grain, n_ubatch) as far as the user left them open; each is placed, then a reference prompt
+is simulated with the machine's measured rates, and the fastest wins. A user's flag is never overruled. The plan also
+answers, per wave, whether host experts go up or are computed on the CPU: whichever the simulation finds quicker for
+that many tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from overspill.errors import UserError
+from overspill.options import Options
+from overspill.pipeline.schedule import Order, Policy, WaveSchedule
+from overspill.pipeline.simulate import Prediction, WaveShape, predict
+from overspill.pipeline.split import Layout, Slab
+from overspill.pipeline.upload import cut_slabs
+from overspill.placement.machine import Machine
+from overspill.placement.plan import Placement, place
+from overspill.placement.shape import ModelShape, Role
+
+REFERENCE_PROMPT = 4096
+DEFAULT_IN_FLIGHT = 256
+_MAX_WAVE = 65536
+_UBATCHES = (128, 512, 2048)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything decided before loading. `schedule` is for prompts whose experts all go up."""
+
+    shape: ModelShape
+    machine: Machine
+    placement: Placement
+    layout: Layout
+    schedule: WaveSchedule
+    policy: Policy | None
+    max_in_flight: int
+    reference: WaveShape
+    predicted: Prediction
+
+    @property
+    def slot_bytes(self) -> tuple[int, ...]:
+        """Bytes of a staging slot, per accelerator; 0 where nothing is staged."""
+        return tuple(0 if s is None else s.slot_bytes for s in self.placement.staging)
+
+    @property
+    def predicted_tokens_per_second(self) -> float:
+        """Simulated prefill rate of the reference prompt."""
+        return sum(self.reference.n_tokens) / self.predicted.wave_us * 1e6
+
+    @cached_property
+    def has_host_experts(self) -> bool:
+        return any(self.layout.slabs)
+
+    def schedule_for(self, n_tokens: int) -> WaveSchedule:
+        """How a wave of so many tokens runs."""
+        if not self.has_host_experts or self.policy is Policy.ALL:
+            return self.schedule
+        if self.policy is not None:
+            return replace(self.schedule, policy=self.policy)
+        bucket = 1 << (n_tokens - 1).bit_length()
+        if bucket not in self._cheapest:
+            self._cheapest[bucket] = _cheapest(self, bucket)
+        return self._cheapest[bucket]
+
+    @cached_property
+    def _cheapest(self) -> dict[int, WaveSchedule]:
+        """The schedules found so far, by number of tokens rounded up to a power of two."""
+        return {}
+
+    def predict(self, wave: WaveShape) -> Prediction:
+        """Simulate a wave."""
+        schedule = self.schedule_for(sum(wave.n_tokens))
+        return predict(self.shape, self.machine, self.layout, wave, schedule)
+
+
+def _cheapest(plan: Plan, n_tokens: int) -> WaveSchedule:
+    wave = WaveShape.of_prompt(n_tokens, plan.placement.n_ubatch)
+    candidates = [replace(plan.schedule, policy=policy) for policy in (Policy.ALL, Policy.CPU)]
+    return min(candidates, key=lambda s: predict(plan.shape, plan.machine, plan.layout, wave, s).wave_us)
+
+
+def choose(shape: ModelShape, machine: Machine, options: Options, *, widen: bool = False) -> Plan:
+    """The fastest plan that fits. Raises `UserError` when none does, with the reason of the last one tried."""
+    best: Plan | None = None
+    refusal: UserError | None = None
+    for order, grain, n_ubatch in _candidates(shape, machine, options):
+        try:
+            plan = _plan(shape, machine, options, order=order, grain=grain, n_ubatch=n_ubatch, widen=widen)
+        except UserError as error:
+            refusal = error
+            continue
+        if best is None or _rate(plan) > _rate(best):
+            best = plan
+    if best is None:
+        assert refusal is not None
+        raise refusal
+    return best
+
+
+def _rate(plan: Plan) -> float:
+    return plan.predicted_tokens_per_second
+
+
+def _candidates(shape: ModelShape, machine: Machine, options: Options) -> Iterator[tuple[Order, int, int]]:
+    n_devices = max(1, len(machine.devices))
+    contiguous = math.ceil(shape.n_layer / n_devices)
+    orders = [Order.BREADTH_FIRST, Order.DEPTH_FIRST] if options.schedule == "auto" else [Order(options.schedule)]
+    for n_ubatch in _ubatches(shape, options):
+        for order in orders:
+            grains = [1, contiguous] if order is Order.BREADTH_FIRST and n_devices > 1 else [contiguous]
+            for grain in grains if options.grain is None else [options.grain]:
+                yield order, grain, n_ubatch
+
+
+def _ubatches(shape: ModelShape, options: Options) -> list[int]:
+    if options.n_ubatch is not None:
+        return [options.n_ubatch]
+    limit = min(n for n in (options.n_ctx or shape.n_ctx_train, options.n_wave or _MAX_WAVE))
+    return [n for n in _UBATCHES if n < limit] or [limit]
+
+
+def _plan(
+    shape: ModelShape, machine: Machine, options: Options, *, order: Order, grain: int, n_ubatch: int, widen: bool
+) -> Plan:
+    n_ctx = options.n_ctx or shape.n_ctx_train
+    n_wave = options.n_wave or max(n_ubatch, min(n_ctx, _MAX_WAVE))
+    placement = place(shape, machine, options, n_ubatch=n_ubatch, n_wave=n_wave, grain=grain)
+    layout = layout_of(shape, machine, placement)
+    policy = None if options.policy == "auto" else Policy(options.policy)
+    schedule = WaveSchedule(order, policy or Policy.ALL, options.n_staging_slots, widen)
+    reference = WaveShape.of_prompt(min(REFERENCE_PROMPT, placement.n_ctx, placement.n_wave), n_ubatch)
+    predicted = predict(shape, machine, layout, reference, schedule)
+    in_flight = options.max_in_flight or DEFAULT_IN_FLIGHT
+    return Plan(shape, machine, placement, layout, schedule, policy, in_flight, reference, predicted)
+
+
+def layout_of(shape: ModelShape, machine: Machine, placement: Placement) -> Layout:
+    """What the pipeline needs of a placement: devices of layers, and the slabs of layers with host experts."""
+    host = machine.host_index
+    slabs: list[tuple[Slab, ...]] = []
+    mixed = set()
+    for i_layer, device in enumerate(placement.layer_device):
+        parts = [t for t in shape.tensors if t.layer == i_layer and t.role is Role.EXPERT]
+        staged = [t.n_bytes // shape.n_expert for t in parts if placement.home[t.name] == host]
+        staging = None if device == host else placement.staging[device]
+        slabs.append(cut_slabs(shape.n_expert, staged, staging.slot_bytes) if staging and staged else ())
+        if slabs[-1] and len(staged) < len(parts):
+            mixed.add(i_layer)
+    return Layout(host, placement.layer_device, placement.output_device, tuple(slabs), frozenset(mixed))
