@@ -17,6 +17,7 @@ from overspill.device.base import Buffer, Device, Devices, MemoryKind, Part
 from overspill.device.lane import Lane
 
 _REPEATS = 5
+_MAX_COPY_BYTES = 8 << 20
 _MM_ROWS, _MM_SIZE = 128, 768
 
 
@@ -32,8 +33,9 @@ class Rates:
     cpu_gflops: float
 
 
-def measure(devices: Devices, *, copy_bytes: int = 8 << 20) -> Rates:
-    """Measure the devices; each needs room for `copy_bytes` and a few MiB, for the time of the measurement."""
+def measure(devices: Devices) -> Rates:
+    """Measure the devices, with copies of up to 8 MiB, less on devices that are short of memory."""
+    copy_bytes = min([_MAX_COPY_BYTES, *(device.free_bytes // 8 for device in devices.accelerators)])
     host = _best_seconds(lambda: _multiply(*_operands(torch.device("cpu"))))
     cpu_gflops = _mm_flops() / host / 1e9
     cpu_gbps = _memory_gbps(copy_bytes)

@@ -78,7 +78,8 @@ class Engine:
     run_wave: computes a wave and returns, per ubatch in order, the logits of its output rows as float32
     [len(output_rows), V] on the host. They are read before the next call, so it may reuse their memory.
     n_ctx_slot: cells a slot has. n_wave: most tokens a wave has. reuse: see `PrefixReuse`. clock: seconds.
-    failed: what the device said when a wave last failed, else None. Raises UserError for sizes that do not fit together.
+    failed: what the device said when a wave last failed, else None.
+    Raises UserError for sizes that do not fit together.
     """
 
     def __init__(
@@ -116,6 +117,11 @@ class Engine:
     def cancel(self, request_id: str) -> None:
         """End a request at the next step, with reason "cancelled". Nothing happens if it has ended already."""
         self._inbox.put(request_id)
+
+    def forget_cells(self) -> None:
+        """Trust no cells that former requests left: somebody else is about to write them. Only while idle."""
+        assert not self.has_work
+        self._scheduler.forget_cells()
 
     @property
     def has_work(self) -> bool:

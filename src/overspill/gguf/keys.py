@@ -53,6 +53,11 @@ class Keys(Mapping[str, Value]):
         self._path = path
         self._prefix = prefix
 
+    @classmethod
+    def of(cls, values: Mapping[str, bool | int | float | str], name: str) -> Keys:
+        """Metadata made up by a program: plain values, stored under the usual types; `name` stands for a path."""
+        return cls({key: _entry(key, value) for key, value in values.items()}, Path(name))
+
     def scoped(self, prefix: str) -> Keys:
         """View of the keys that begin with `prefix` and a dot, without that beginning."""
         return Keys(self._entries, self._path, f"{self._prefix}{prefix}.")
@@ -224,3 +229,10 @@ def _plain(entry: Entry) -> Value:
     if ValueType.BOOL in (entry.type, entry.items):
         return (value != 0) if isinstance(value, np.ndarray) else bool(value)
     return value
+
+
+def _entry(key: str, value: bool | int | float | str) -> Entry:
+    if isinstance(value, str):
+        return Entry(key, ValueType.STRING, value.encode())
+    kind = {bool: ValueType.BOOL, int: ValueType.U32, float: ValueType.F32}[type(value)]
+    return Entry(key, kind, value)

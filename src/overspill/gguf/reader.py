@@ -40,6 +40,11 @@ class GgufFile:
         self._maps: tuple[NDArray[np.uint8], ...] = tuple(part.data for part in parts)
 
     @property
+    def name(self) -> str:
+        """The path as it was given, for people."""
+        return str(self.path)
+
+    @property
     def n_bytes(self) -> int:
         """Bytes of all tensors together."""
         return sum(info.n_bytes for info in self.tensors.values())

@@ -16,6 +16,11 @@ class ModelSource(Protocol):
     """Metadata, tensor table and bytes of a model."""
 
     @property
+    def name(self) -> str:
+        """What people call it."""
+        ...
+
+    @property
     def keys(self) -> Keys: ...
 
     @property

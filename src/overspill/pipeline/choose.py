@@ -26,6 +26,7 @@ from overspill.placement.shape import ModelShape, Role
 REFERENCE_PROMPT = 4096
 DEFAULT_IN_FLIGHT = 256
 _MAX_WAVE = 65536
+_MIN_IDS_PER_EXPERT = 16
 _UBATCHES = (128, 512, 2048)
 
 
@@ -58,11 +59,15 @@ class Plan:
         return any(self.layout.slabs)
 
     def schedule_for(self, n_tokens: int) -> WaveSchedule:
-        """How a wave of so many tokens runs."""
-        if not self.has_host_experts or self.policy is Policy.ALL:
-            return self.schedule
+        """How a wave of so many tokens runs.
+
+        Where the user left it open, everything goes up when each expert gets enough tokens to be worth its bytes.
+        """
         if self.policy is not None:
             return replace(self.schedule, policy=self.policy)
+        n_ids_per_expert = n_tokens * self.shape.n_expert_used / max(1, self.shape.n_expert)
+        if not self.has_host_experts or n_ids_per_expert >= _MIN_IDS_PER_EXPERT:
+            return self.schedule
         bucket = 1 << (n_tokens - 1).bit_length()
         if bucket not in self._cheapest:
             self._cheapest[bucket] = _cheapest(self, bucket)

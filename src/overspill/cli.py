@@ -1,0 +1,236 @@
+"""The command line: run, bench, plan, info, perplexity, trace.
+
+A command's own parameters stand in its signature; the options of `Options` are added to it from their declarations,
+so that a flag is spelled, explained and parsed in one place. Bad input ends with one line on stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from overspill.errors import UserError
+from overspill.options import FLAGS, HELP
+
+app = typer.Typer(
+    name="overspill",
+    help="Mixture-of-Experts models that are bigger than the GPUs' memory.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ModelFile = Annotated[Path, typer.Option("--model", "-m", help="GGUF file; any part of a split one")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
+
+
+def _with_options(*leave_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add the flags of `Options` to a command; it receives those that were given as the dict `options`."""
+    names = [name for name in FLAGS if name not in leave_out]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def wrapper(**given: Any) -> None:
+            options = {name: given.pop(name) for name in names}
+            command(options={k: v for k, v in options.items() if v not in (None, False, [])}, **given)
+
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        added = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, annotation=_flag(n), default=None) for n in names]
+        for parameter in added:
+            if parameter.annotation.__origin__ is bool:
+                added[added.index(parameter)] = parameter.replace(default=False)
+        kept = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own if p.name != "options"]
+        wrapper.__signature__ = inspect.Signature(kept + added)  # type: ignore[attr-defined]
+        return wrapper
+
+    return decorate
+
+
+def _flag(name: str) -> Any:
+    option = typer.Option(*FLAGS[name], help=HELP[name], rich_help_panel="Machine and plan")
+    kind: Any = {"cpu_moe": bool, "override_tensor": list[str] | None}.get(name, str | None)
+    return Annotated[kind, option]
+
+
+@app.command()
+@_with_options()
+def run(
+    *,
+    model: ModelFile,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="text to continue")] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", help="read the prompt from a file; -p follows it")
+    ] = None,
+    n_predict: Annotated[int, typer.Option("--n-predict", "-n", help="most tokens to generate; -1: no limit")] = -1,
+    chat: Annotated[bool, typer.Option("--chat", help="wrap the prompt in the model's chat template")] = False,
+    temperature: Annotated[float, typer.Option("--temp", help="0: greedy")] = 0.8,
+    top_k: Annotated[int, typer.Option("--top-k", help="0: off")] = 40,
+    top_p: Annotated[float, typer.Option("--top-p", help="1: off")] = 0.95,
+    min_p: Annotated[float, typer.Option("--min-p", help="0: off")] = 0.05,
+    repeat_penalty: Annotated[float, typer.Option("--repeat-penalty", help="1: off")] = 1.0,
+    repeat_last_n: Annotated[int, typer.Option("--repeat-last-n", help="tokens the penalties look at")] = 64,
+    seed: Annotated[int | None, typer.Option("--seed", "-s", help="of the sampler")] = None,
+    stop: Annotated[list[str] | None, typer.Option("--stop", "-r", help="text that ends the answer")] = None,
+    as_json: AsJson = False,
+    options: dict[str, Any],
+) -> None:
+    """Continue a prompt."""
+    from overspill.commands.run import run_prompt
+    from overspill.engine.request import SamplingParams
+
+    params = SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repeat_penalty=repeat_penalty,
+        repeat_last_n=repeat_last_n,
+        seed=seed,
+        max_tokens=n_predict,
+    )
+    run_prompt(
+        model, _prompt_text(prompt, file), params, stop=stop or (), is_chat=chat, as_json=as_json, options=options
+    )
+
+
+def _prompt_text(prompt: str | None, file: Path | None) -> str:
+    if file is None and prompt is None:
+        raise UserError("no prompt: give -p TEXT or -f FILE")
+    parts = [] if file is None else [_read_text(file)]
+    return "\n\n".join(parts + ([] if prompt is None else [prompt]))
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file}: cannot be read as UTF-8 text ({error})") from None
+
+
+@app.command()
+@_with_options("schedule", "n_parallel")
+def bench(
+    *,
+    model: Annotated[Path | None, typer.Option("--model", "-m", help="GGUF file; any part of a split one")] = None,
+    shape: Annotated[
+        str | None, typer.Option("--shape", help="random model of a named shape instead of a file")
+    ] = None,
+    quant: Annotated[str, typer.Option("--quant", help="tensor type of a random model")] = "Q8_0",
+    layers: Annotated[int | None, typer.Option("--layers", help="depth of a random model")] = None,
+    n_prompt: Annotated[str, typer.Option("--n-prompt", "-p", help="prompt lengths, comma-separated")] = "512",
+    n_gen: Annotated[str, typer.Option("--n-gen", "-n", help="tokens to generate, comma-separated")] = "128",
+    pg: Annotated[list[str] | None, typer.Option("-pg", help="prompt,gen measured together; repeatable")] = None,
+    depth: Annotated[str, typer.Option("--n-depth", "-d", help="context before the test, comma-separated")] = "0",
+    repetitions: Annotated[int, typer.Option("--repetitions", "-r", help="of each test")] = 5,
+    schedule: Annotated[str, typer.Option("--schedule", help="schedules to compare, comma-separated")] = "auto",
+    output: Annotated[str, typer.Option("--output", "-o", help="md, json, jsonl or csv")] = "md",
+    text: Annotated[Path | None, typer.Option("--text", help="take prompts from this text; else random ids")] = None,
+    options: dict[str, Any],
+) -> None:
+    """Measure prompt processing (pp) and generation (tg), like llama-bench."""
+    from overspill.bench.bench import BenchRequest, bench_all
+    from overspill.bench.report import OUTPUTS
+
+    if output not in OUTPUTS:
+        raise UserError(f"-o {output}: choose one of {', '.join(OUTPUTS)}")
+    request = BenchRequest.parse(
+        n_prompt=n_prompt, n_gen=n_gen, pairs=pg or (), depths=depth, schedules=schedule, repetitions=repetitions
+    )
+    source = _model_or_shape(model, shape, quant, layers)
+    typer.echo(OUTPUTS[output](bench_all(source, request, options, text=None if text is None else _read_text(text))))
+
+
+def _model_or_shape(model: Path | None, shape: str | None, quant: str, layers: int | None) -> Any:
+    from overspill.bench.synth import synthetic
+    from overspill.gguf import open_gguf
+
+    if (model is None) == (shape is None):
+        raise UserError("give either -m FILE or --shape NAME")
+    return open_gguf(model) if model is not None else synthetic(str(shape), quant=quant, n_layer=layers)
+
+
+@app.command()
+@_with_options()
+def plan(
+    *,
+    model: Annotated[Path | None, typer.Option("--model", "-m", help="GGUF file; any part of a split one")] = None,
+    shape: Annotated[str | None, typer.Option("--shape", help="plan for a named shape instead of a file")] = None,
+    quant: Annotated[str, typer.Option("--quant", help="tensor type of the named shape")] = "Q8_0",
+    layers: Annotated[int | None, typer.Option("--layers", help="depth of the named shape")] = None,
+    machine: Annotated[Path | None, typer.Option("--machine", help="JSON of a machine one does not have")] = None,
+    schedule_grid: Annotated[bool, typer.Option("--schedule-grid", help="print the schedule, a row a stream")] = False,
+    as_json: AsJson = False,
+    options: dict[str, Any],
+) -> None:
+    """Where everything would go and how fast it would be, without loading weights."""
+    from overspill.commands.plan import make_plan, plan_dict, plan_text
+
+    made = make_plan(_model_or_shape(model, shape, quant, layers), machine, options)
+    typer.echo(json.dumps(plan_dict(made), indent=1) if as_json else plan_text(made, with_grid=schedule_grid))
+
+
+@app.command()
+def info(
+    file: Annotated[Path, typer.Argument(help="GGUF file; any part of a split one")],
+    check: Annotated[bool, typer.Option("--check", help="verify all that loading needs; exit code 0 or 2")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """What is in a file."""
+    from overspill.commands.info import check_file, info_dict, info_text
+
+    if check:
+        typer.echo(check_file(file))
+    else:
+        typer.echo(json.dumps(info_dict(file), indent=1) if as_json else info_text(file))
+
+
+@app.command()
+@_with_options()
+def perplexity(
+    *,
+    model: ModelFile,
+    file: Annotated[Path, typer.Option("--file", "-f", help="UTF-8 text")],
+    n_tokens: Annotated[int | None, typer.Option("--tokens", help="only the first N tokens of the text")] = None,
+    as_json: AsJson = False,
+    options: dict[str, Any],
+) -> None:
+    """How well the model predicts a text: exp of the mean loss per token, in windows of the context."""
+    from overspill.commands.perplexity import measure_perplexity
+
+    typer.echo(measure_perplexity(model, _read_text(file), n_tokens=n_tokens, as_json=as_json, options=options))
+
+
+@app.command()
+def trace(
+    file: Annotated[Path, typer.Argument(help="trace written by --trace")],
+    out: Annotated[Path, typer.Option("--output", "-o", help="PNG to write")],
+) -> None:
+    """Draw a trace: one row per device and stream."""
+    from overspill.pipeline.trace import draw_trace
+
+    draw_trace(file, out)
+
+
+def main() -> None:
+    """Entry point of the `overspill` command."""
+    logging.basicConfig(level=logging.WARNING, format="overspill: %(levelname)s: %(message)s", stream=sys.stderr)
+    try:
+        app()
+    except UserError as error:
+        print(f"overspill: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except BrokenPipeError:
+        raise SystemExit(141) from None
+
+
+if __name__ == "__main__":
+    main()

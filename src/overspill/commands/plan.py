@@ -1,0 +1,83 @@
+"""`overspill plan`: placement, schedule and predicted speed, without loading weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from overspill.gguf.source import ModelSource
+from overspill.llm import machine_of, open_for, understand
+from overspill.models.describe import model_shape
+from overspill.options import options_from
+from overspill.pipeline.choose import Plan, choose
+from overspill.pipeline.simulate import WaveShape, grid
+from overspill.placement.machine import Machine
+from overspill.placement.report import as_dict, report
+
+_GRID_UBATCHES = 3
+
+
+@dataclass(frozen=True)
+class MadePlan:
+    """A plan, and what one decoded token is predicted to take after the reference prompt."""
+
+    plan: Plan
+    decode_us: float
+
+    @property
+    def decode_per_second(self) -> float:
+        return 1e6 / self.decode_us
+
+
+def make_plan(source: ModelSource, machine: Path | None, options: Mapping[str, Any]) -> MadePlan:
+    """Plan for the machine at hand, or for one described in a file."""
+    chosen = options_from(options)
+    _, hparams, specs = understand(source)
+    shape = model_shape(source.name, hparams, specs, source.tensors)
+    if machine is None:
+        devices = open_for(chosen)
+        try:
+            target = machine_of(devices)
+        finally:
+            devices.close()
+    else:
+        target = Machine.from_json(machine).select(chosen.devices).capped(chosen.device_memory)
+    plan = choose(shape, target, chosen)
+    decode = plan.predict(WaveShape((1,), sum(plan.reference.n_tokens)))
+    return MadePlan(plan, decode.wave_us)
+
+
+def plan_dict(made: MadePlan) -> dict[str, Any]:
+    """Everything the text says, for programs."""
+    plan = made.plan
+    return as_dict(plan.shape, plan.placement) | {
+        "schedule": plan.schedule.order.value,
+        "policy": plan.schedule_for(sum(plan.reference.n_tokens)).policy.value,
+        "decode_policy": plan.schedule_for(1).policy.value,
+        "predicted": {
+            "prompt_tokens": sum(plan.reference.n_tokens),
+            "prompt_per_second": plan.predicted_tokens_per_second,
+            "decode_per_second": made.decode_per_second,
+            "uploaded_bytes": plan.predicted.uploaded_bytes,
+            "busy": {plan.machine.names[device]: share for device, share in plan.predicted.busy.items()},
+        },
+    }
+
+
+def plan_text(made: MadePlan, *, with_grid: bool) -> str:
+    """For people."""
+    plan = made.plan
+    n_prompt = sum(plan.reference.n_tokens)
+    lines = [
+        *report(plan.shape, plan.placement),
+        f"schedule  {plan.schedule.order}, grain {plan.placement.grain}, ubatch {plan.placement.n_ubatch}, "
+        f"wave {plan.placement.n_wave}; host experts: {plan.schedule_for(n_prompt).policy} for prompts, "
+        f"{plan.schedule_for(1).policy} for single tokens",
+        f"predicted pp{n_prompt} {plan.predicted_tokens_per_second:,.0f} tokens/s, "
+        f"tg {made.decode_per_second:,.1f} tokens/s, {plan.predicted.uploaded_bytes / 2**20:,.0f} MiB up a wave",
+    ]
+    if with_grid:
+        lines += ["", grid(plan.layout, plan.schedule, _GRID_UBATCHES)]
+    return "\n".join(lines)

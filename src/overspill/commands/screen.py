@@ -1,0 +1,37 @@
+"""Progress bars on stderr, where it is a terminal; nothing elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+
+@contextmanager
+def bar(title: str, unit: str, *, scale: float = 1.0) -> Iterator[Callable[[int, int], None]]:
+    """A bar for as long as the block lasts; yields `update(done, total)`. Numbers are shown divided by `scale`."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn(title),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[count]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(title, total=None, count="")
+
+        def update(done: int, total: int) -> None:
+            count = f"{done / scale:,.0f} of {total / scale:,.0f} {unit}"
+            progress.update(task, completed=done, total=total, count=count)
+
+        yield update
+
+
+@contextmanager
+def loading_bar() -> Iterator[Callable[[int, int], None]]:
+    """The bar of a model being loaded, in MiB."""
+    with bar("loading", "MiB", scale=float(1 << 20)) as update:
+        yield update

@@ -1,0 +1,294 @@
+"""The composition root: the one file that knows every part.
+
+A model goes from file to engine in the order of `LLM.__init__`: read, understand, open devices, plan, load, reserve,
+run. Server, command line and benchmark enter through `LLM.submit` and `LLM.cancel`; `generate` and `logits` are
+conveniences over the same engine.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import cached_property
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+
+from overspill.device.base import Device, Devices, Span
+from overspill.device.factory import open_devices
+from overspill.device.lane import Lane
+from overspill.device.topology import measure
+from overspill.engine.engine import Engine
+from overspill.engine.loop import EngineLoop, EventStream
+from overspill.engine.request import DoneEvent, Request, SamplingParams, Timings, TokenEvent
+from overspill.errors import UserError
+from overspill.gguf import open_gguf
+from overspill.gguf.source import ModelSource
+from overspill.kernels import Ops, cpu
+from overspill.models.base import HParams, TensorSpec
+from overspill.models.check import check_tensors
+from overspill.models.describe import model_shape
+from overspill.models.registry import architecture
+from overspill.options import Options, options_from
+from overspill.pipeline.choose import choose
+from overspill.pipeline.memory import Memory, Sizes
+from overspill.pipeline.runner import Runner
+from overspill.pipeline.schedule import WaveSchedule
+from overspill.pipeline.wave import Segment, Ubatch, Wave
+from overspill.pipeline.weights import load
+from overspill.pipeline.work import Work
+from overspill.placement.machine import DeviceSpec, Machine
+from overspill.text.stream import TextStream
+from overspill.text.tokenizer import Tokenizer
+
+Progress = Callable[[int, int], None]
+
+
+class Completion(NamedTuple):
+    """What `generate` returns. finish_reason: `stop` (end token or stop string) or `length`."""
+
+    text: str
+    tokens: list[int]
+    n_prompt: int
+    finish_reason: str
+    timings: Timings
+
+
+class LLM:
+    """A loaded model. Use as a context manager, or call `close`.
+
+    model: path of a GGUF file (any part of a split one), or another source of tensors. Options are those of the
+    command line under their long names: `LLM("m.gguf", devices="virtual:3", cpu_moe=True, n_ctx=4096)`.
+    progress: called with (bytes done, bytes in all) while loading. Raises `UserError` for what cannot be served.
+    """
+
+    def __init__(
+        self, model: str | os.PathLike[str] | ModelSource, *, progress: Progress | None = None, **options: Any
+    ) -> None:
+        self.options = options_from(options)
+        self.n_threads = self.options.threads or len(os.sched_getaffinity(0))
+        self.source: ModelSource = open_gguf(model) if isinstance(model, str | os.PathLike) else model
+        arch, self.hparams, specs = understand(self.source)
+        shape = model_shape(self.source.name, self.hparams, specs, self.source.tensors)
+        done = _counter(progress, shape.total_bytes)
+        with ExitStack() as on_failure:
+            self.devices = open_for(self.options)
+            on_failure.callback(self.devices.close)
+            self.plan = choose(shape, machine_of(self.devices), self.options)
+            layout = self.plan.layout
+            placed, host = self.plan.placement, layout.host
+            loaded = load(
+                self.source,
+                specs,
+                arch.Model,
+                self.hparams,
+                layout,
+                self.devices,
+                ops_of,
+                is_on_host=lambda name: placed.home[name] == host,
+                progress=done,
+            )
+            self.sizes = Sizes.of_plan(placed.n_ubatch, placed.n_wave, self.options.n_parallel, placed.n_ctx)
+            n_staging = self.options.n_staging_slots
+            memory = Memory(self.devices, layout, self.hparams, self.sizes, self.plan.slot_bytes, n_staging)
+            work = Work(loaded.model, layout, memory, loaded.host_experts, cpu.OPS)
+            self.runner = Runner(self.devices, layout, memory, work, max_in_flight=self.plan.max_in_flight)
+            on_failure.pop_all()
+        self.host_expert_bytes = sum(experts.n_bytes for experts in loaded.host_experts.values())
+        self._running = threading.Lock()
+        self._numbers = itertools.count()
+        self._engine = Engine(
+            self.run_wave,
+            n_vocab=self.hparams.n_vocab,
+            n_ctx_slot=self.sizes.n_cells,
+            n_slots=self.sizes.n_slots,
+            n_ubatch=self.sizes.n_ubatch,
+            n_wave=placed.n_wave,
+        )
+        self._loop = EngineLoop(self._engine)
+        self.reset_counters()
+
+    # --- text in, text out
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; `UserError` when the file has none (token ids still work)."""
+        return Tokenizer.from_keys(self.source.keys)
+
+    def generate(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, stop: Sequence[str] = ()
+    ) -> Completion:
+        """Continue a prompt (text, or token ids) until an end token, a stop string, or a limit."""
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        text, pieces, tokens = TextStream(self.tokenizer, stop), [], []
+        with self.submit(self.request(ids, params)) as events:
+            for event in events:
+                if isinstance(event, TokenEvent):
+                    tokens.append(event.token_id)
+                    if not event.is_stop:
+                        pieces.append(text.push(event.token_id))
+                    if text.stopped_by is not None:
+                        done = DoneEvent(event.request_id, "stop", len(ids), len(tokens))
+                        break
+                elif isinstance(event, DoneEvent):
+                    done = event
+        if done.reason == "error":
+            raise RuntimeError(done.message)
+        return Completion("".join(pieces) + text.finish(), tokens, len(ids), done.reason, done.timings)
+
+    # --- ids in, events out: the door for server, command line and benchmark
+
+    def request(self, ids: Sequence[int], params: SamplingParams | None = None) -> Request:
+        """A request for `submit`, with the model's own end tokens."""
+        has_text = "tokenizer.ggml.tokens" in self.source.keys
+        ends = self.tokenizer.eos_ids if has_text else frozenset[int]()
+        return Request(f"r{next(self._numbers)}", tuple(ids), params or SamplingParams(), ends)
+
+    def submit(self, request: Request) -> EventStream:
+        """Queue a request; iterate the result for its events. Closing it early cancels the request."""
+        return self._loop.stream(request)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request at the next step."""
+        self._loop.cancel(request_id)
+
+    def logits(self, ids: Sequence[int]) -> torch.Tensor:
+        """Logits of all positions of a fresh sequence, float32 `[T, V]`. The engine must be idle."""
+        with self._running:
+            if self._engine.has_work:
+                raise UserError("logits: requests are in flight; wait for them first")
+            self._engine.forget_cells()
+            if not 0 < len(ids) <= self.sizes.n_cells:
+                raise UserError(f"logits: {len(ids)} tokens; give from 1 to the context, {self.sizes.n_cells}")
+            rows = [r for wave in self._waves_of(ids) for r in self.runner.run(wave, self._schedule(wave))]
+        return torch.cat(rows)
+
+    def _waves_of(self, ids: Sequence[int]) -> list[Wave]:
+        n = self.sizes.n_ubatch
+        pieces = [tuple(ids[i : i + n]) for i in range(0, len(ids), n)]
+        ubatches = [
+            Ubatch(piece, (Segment(0, i * n, len(piece)),), tuple(range(len(piece)))) for i, piece in enumerate(pieces)
+        ]
+        k = self.sizes.n_ubatches
+        return [Wave(tuple(ubatches[i : i + k])) for i in range(0, len(ubatches), k)]
+
+    def run_wave(self, wave: Wave) -> list[torch.Tensor]:
+        """Compute a wave below the engine (benchmarks): per ubatch, logits `[n output rows, V]`."""
+        with self._running:
+            return self.runner.run(wave, self._schedule(wave))
+
+    # --- what happened
+
+    def counters(self) -> dict[str, Any]:
+        """Uploaded bytes, waves, busy shares and the rest, since loading or `reset_counters`."""
+        with self._running:
+            run, devices = self.runner.counters, self.devices
+            computing = devices.accelerators or (devices.host,)
+            wall_us = max(run.wall_us, 1e-9)
+            return {
+                "uploaded_bytes": sum(d.counters.uploaded_bytes for d in devices.all),
+                "host_expert_bytes": self.host_expert_bytes,
+                "handed_off_bytes": sum(d.counters.handed_off_bytes for d in devices.all),
+                "waves": run.n_waves,
+                "ubatches": run.n_ubatches,
+                "tokens": run.n_tokens,
+                "device_allocations_after_warmup": sum(d.counters.n_allocations for d in devices.all),
+                "device_syncs_after_warmup": sum(d.counters.n_device_syncs for d in devices.all),
+                "host_waits": sum(d.counters.n_host_waits for d in devices.all),
+                "busy": {d.name: d.counters.busy_us[Lane.COMPUTE] / wall_us for d in computing},
+                "peak_bytes": {d.name: d.peak_bytes for d in computing},
+            }
+
+    def reset_counters(self) -> None:
+        """Count from now on."""
+        with self._running:
+            self.runner.reset_counters()
+            for device in self.devices.all:
+                device.reset_counters()
+
+    def start_trace(self) -> None:
+        """Keep what every stream does from now on."""
+        for device in self.devices.all:
+            device.start_trace()
+
+    def take_trace(self) -> Mapping[str, list[Span]]:
+        """What the streams of each device did since `start_trace`, by device name."""
+        with self._running:
+            self.runner.synchronize_host()
+            return {device.name: device.take_trace() for device in self.devices.all}
+
+    def close(self) -> None:
+        """End requests and devices; idempotent."""
+        self._loop.close()
+        self.devices.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _schedule(self, wave: Wave) -> WaveSchedule:
+        return self.plan.schedule_for(wave.n_tokens)
+
+
+def understand(source: ModelSource) -> tuple[Any, HParams, list[TensorSpec]]:
+    """The architecture's module, its hyper-parameters, and the tensors to load; all checked, no weight read."""
+    arch = architecture(source.keys.arch)
+    hparams = arch.read_hparams(source.keys)
+    return arch, hparams, check_tensors(arch.tensors(hparams), source.tensors)
+
+
+def machine_of(devices: Devices) -> Machine:
+    """The machine at hand, with rates measured now."""
+    rates = measure(devices)
+    specs = tuple(
+        DeviceSpec(d.name, d.total_bytes, d.free_bytes, h2d_gbps, tflops)
+        for d, h2d_gbps, tflops in zip(devices.accelerators, rates.h2d_gbps, rates.tflops, strict=True)
+    )
+    return Machine(
+        host_bytes=devices.host.free_bytes,
+        devices=specs,
+        h2d_total_gbps=rates.h2d_total_gbps,
+        peer_gbps=rates.peer_gbps,
+        cpu_gbps=rates.cpu_gbps,
+        cpu_gflops=rates.cpu_gflops,
+    )
+
+
+def ops_of(device: Device) -> Ops:
+    """The kernels of a device."""
+    return cpu.OPS
+
+
+def open_for(options: Options) -> Devices:
+    """The devices that the options name, with their share of the CPU's threads; the caller closes them."""
+    n_threads = options.threads or len(os.sched_getaffinity(0))
+    cpu.use_threads(n_threads)
+    spec = "cpu" if options.devices == "none" else options.devices
+    memory = None if options.device_memory is None else ",".join(map(str, options.device_memory))
+    kind, _, count = spec.partition(":")
+    n_workers = int(count) if kind == "virtual" and count.isdecimal() else 1
+    return open_devices(
+        spec,
+        memory=memory,
+        chaos_seed=options.chaos_seed,
+        h2d_gbps=options.h2d_gbps,
+        thread_init=lambda: cpu.use_threads(max(1, n_threads // max(1, n_workers))),
+    )
+
+
+def _counter(progress: Progress | None, n_total: int) -> Callable[[int], None]:
+    done = 0
+
+    def count(n_bytes: int) -> None:
+        nonlocal done
+        done += n_bytes
+        if progress is not None:
+            progress(done, n_total)
+
+    return count
