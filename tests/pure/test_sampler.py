@@ -114,6 +114,18 @@ def test_the_support_is_exactly_that_of_the_plain_chain(seed):
     assert seen == plain_distribution(logits, p, []).keys()
 
 
+@pytest.mark.parametrize("top_p", [0.01, 0.2, 0.5, 0.9, 0.99, 0.999999])
+def test_a_nucleus_of_many_tokens_is_sorted_far_enough(top_p):
+    """6000 tokens: the nucleus has from a few to nearly all of them."""
+    logits = random_logits(6000, seed=4)
+    p = params(top_p=top_p, temperature=2.0)
+    nucleus = plain_distribution(logits, p, [])
+    ids, chances = list(nucleus), np.cumsum(list(nucleus.values()))
+    rng, sampler = np.random.Generator(np.random.PCG64(3)), Sampler(p, seed=3)
+    wanted = [ids[np.searchsorted(chances, rng.random() * chances[-1])] for _ in range(30)]
+    assert [sampler.sample(logits, ()).id for _ in range(30)] == wanted
+
+
 @pytest.mark.parametrize("name", CHAINS)
 def test_greedy_takes_the_best_after_bias_and_penalties(name):
     p = CHAINS[name]

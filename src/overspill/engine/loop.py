@@ -153,4 +153,3 @@ class EngineLoop:
         with self._lock:
             for request_id, events in self._streams.items():
                 events.put(DoneEvent(request_id, "error", n_prompt=0, n_generated=0, message=message))
-            self._streams.clear()

@@ -126,20 +126,24 @@ def _candidates(logits_V: Floats, params: SamplingParams) -> tuple[Ids, Doubles]
     top_p and min_p both keep a prefix of the descending order, so min_p, which needs no order, thins before the sort.
     """
     ids = largest(logits_V, params.top_k) if params.top_k else np.arange(len(logits_V))
-    relative_C = logits_V[ids].astype(np.float64)
-    relative_C -= relative_C.max()
+    logits_C = logits_V[ids]
+    relative_C = logits_C.astype(np.float64) - np.float64(logits_C.max())
     kept = np.flatnonzero(relative_C >= math.log(params.min_p)) if params.min_p else np.arange(len(ids))
     if params.top_p < 1:
-        kept = _nucleus(relative_C, kept, params.top_p)
+        kept = _nucleus(logits_C, np.exp(relative_C), kept, params.top_p)
     return ids[kept], relative_C[kept]
 
 
-def _nucleus(relative_C: Doubles, kept: Ids, top_p: float) -> Ids:
-    """The fewest of `kept`, likeliest first, whose probability among all candidates reaches top_p (all if none do)."""
-    weights_C = np.exp(relative_C)
-    order = kept[np.argsort(-relative_C[kept], kind="stable")]
-    n_kept = np.searchsorted(np.cumsum(weights_C[order]), top_p * weights_C.sum()) + 1
-    return order[:n_kept]
+def _nucleus(logits_C: Floats, weights_C: Doubles, kept: Ids, top_p: float) -> Ids:
+    """The fewest of `kept`, likeliest first, whose share of all weights reaches top_p; all of them if none do."""
+    wanted = top_p * weights_C.sum()
+    n_sorted = 256  # mostly enough: a whole vocabulary takes long to sort
+    while True:
+        order = kept[largest(logits_C[kept], n_sorted)]
+        reached = np.cumsum(weights_C[order])
+        if reached[-1] >= wanted or n_sorted >= len(kept):
+            return order[: np.searchsorted(reached, wanted) + 1]
+        n_sorted *= 16
 
 
 def _store(logits_V: Floats, ids: Ids, values: Doubles) -> None:
