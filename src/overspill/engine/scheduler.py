@@ -4,6 +4,7 @@ A slot holds the cells of one sequence at a time. A request waits for a free slo
 then it decodes one token a wave. The rules:
 
 - Prompts are served first come, first served; a wave takes as many ubatches of them as fit into `n_wave` tokens.
+- A wave has at most ceil(n_wave / n_ubatch) ubatches: what its buffers were reserved for.
 - A prompt is always cut at multiples of `n_ubatch` from its own start and shares a ubatch with nobody, so its cells do
   not depend on its neighbours.
 - Every decoding sequence gets one row a wave, in ubatches of their own. Where they and the next ubatch of a prompt
@@ -18,6 +19,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import islice
 
 from overspill.engine.request import DoneReason, Request
 from overspill.errors import UserError
@@ -109,6 +111,7 @@ class Scheduler:
         self._n_ctx = n_ctx_slot
         self._n_ubatch = n_ubatch
         self._n_wave = n_wave
+        self._n_ubatches = -(-n_wave // n_ubatch)
         self._reuse = reuse
         self._slots = [_Slot() for _ in range(n_slots)]
         self._waiting: deque[Sequence] = deque()
@@ -178,11 +181,17 @@ class Scheduler:
         self._admit()
         decoding = [s for s in self._active if s.is_decoding]
         prompts = [s for s in self._active if not s.is_decoding]
-        if decoding and prompts and len(decoding) + self._next_cut(prompts[0]) > self._n_wave:
+        if decoding and prompts and not self._fit_together(decoding, prompts[0]):
             decoding, prompts = ([], prompts) if self._is_prompt_turn else (decoding, [])
-        budget = self._n_wave - len(decoding)
-        ubatches = (*self._prompt_ubatches(prompts, budget), *self._decode_ubatches(decoding))
+        last = tuple(self._decode_ubatches(decoding))
+        first = self._prompt_ubatches(prompts, self._n_wave - len(decoding))
+        ubatches = (*islice(first, self._n_ubatches - len(last)), *last)
         return Wave(ubatches) if ubatches else None
+
+    def _fit_together(self, decoding: list[Sequence], prompt: Sequence) -> bool:
+        """Whether a wave has room for all decoding rows and the next ubatch of a prompt."""
+        n_ubatches = -(-len(decoding) // self._n_ubatch) + 1
+        return len(decoding) + self._next_cut(prompt) <= self._n_wave and n_ubatches <= self._n_ubatches
 
     def sequences_in(self, wave: Wave) -> list[Sequence]:
         """The sequences a wave works on, each once."""

@@ -25,14 +25,18 @@ from overspill.placement.shape import ModelShape, Role
 
 REFERENCE_PROMPT = 4096
 DEFAULT_IN_FLIGHT = 256
-_MAX_WAVE = 65536
+_MAX_WAVE = 16384
 _MIN_IDS_PER_EXPERT = 16
 _UBATCHES = (128, 512, 2048)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything decided before loading. `schedule` is for prompts whose experts all go up."""
+    """Everything decided before loading.
+
+    schedule: of prompts whose experts all go up. policy: what the user chose, None where the plan chooses per wave.
+    min_upload_tokens: waves of at least so many tokens send all experts up, smaller ones do what costs least.
+    """
 
     shape: ModelShape
     machine: Machine
@@ -40,6 +44,7 @@ class Plan:
     layout: Layout
     schedule: WaveSchedule
     policy: Policy | None
+    min_upload_tokens: int
     max_in_flight: int
     reference: WaveShape
     predicted: Prediction
@@ -59,14 +64,10 @@ class Plan:
         return any(self.layout.slabs)
 
     def schedule_for(self, n_tokens: int) -> WaveSchedule:
-        """How a wave of so many tokens runs.
-
-        Where the user left it open, everything goes up when each expert gets enough tokens to be worth its bytes.
-        """
+        """How a wave of so many tokens runs."""
         if self.policy is not None:
             return replace(self.schedule, policy=self.policy)
-        n_ids_per_expert = n_tokens * self.shape.n_expert_used / max(1, self.shape.n_expert)
-        if not self.has_host_experts or n_ids_per_expert >= _MIN_IDS_PER_EXPERT:
+        if not self.has_host_experts or n_tokens >= self.min_upload_tokens:
             return self.schedule
         bucket = 1 << (n_tokens - 1).bit_length()
         if bucket not in self._cheapest:
@@ -133,16 +134,35 @@ def _ubatches(shape: ModelShape, options: Options) -> list[int]:
 def _plan(
     shape: ModelShape, machine: Machine, options: Options, *, order: Order, grain: int, n_ubatch: int, widen: bool
 ) -> Plan:
-    n_ctx = options.n_ctx or shape.n_ctx_train
-    n_wave = options.n_wave or max(n_ubatch, min(n_ctx, _MAX_WAVE))
-    placement = place(shape, machine, options, n_ubatch=n_ubatch, n_wave=n_wave, grain=grain)
+    placement = _place(shape, machine, options, grain=grain, n_ubatch=n_ubatch)
     layout = layout_of(shape, machine, placement)
     policy = None if options.policy == "auto" else Policy(options.policy)
     schedule = WaveSchedule(order, policy or Policy.ALL, options.n_staging_slots, widen)
     reference = WaveShape.of_prompt(min(REFERENCE_PROMPT, placement.n_ctx, placement.n_wave), n_ubatch)
     predicted = predict(shape, machine, layout, reference, schedule)
     in_flight = options.max_in_flight or DEFAULT_IN_FLIGHT
-    return Plan(shape, machine, placement, layout, schedule, policy, in_flight, reference, predicted)
+    min_upload = _min_upload_tokens(shape, options)
+    return Plan(shape, machine, placement, layout, schedule, policy, min_upload, in_flight, reference, predicted)
+
+
+def _place(shape: ModelShape, machine: Machine, options: Options, *, grain: int, n_ubatch: int) -> Placement:
+    """With the largest wave that fits, where the user left it open: a wave costs memory, and saves uploads."""
+    n_ctx = options.n_ctx or shape.n_ctx_train
+    n_wave = options.n_wave or max(n_ubatch, min(n_ctx, _MAX_WAVE))
+    while True:
+        try:
+            return place(shape, machine, options, n_ubatch=n_ubatch, n_wave=n_wave, grain=grain)
+        except UserError:
+            if options.n_wave is not None or n_wave <= n_ubatch:
+                raise
+            n_wave = max(n_ubatch, n_wave // 2)
+
+
+def _min_upload_tokens(shape: ModelShape, options: Options) -> int:
+    """So many that an expert gets enough tokens to be worth its bytes; with a schedule asked for, any prompt."""
+    if options.schedule != "auto":
+        return 2
+    return math.ceil(_MIN_IDS_PER_EXPERT * shape.n_expert / max(1, shape.n_expert_used))
 
 
 def layout_of(shape: ModelShape, machine: Machine, placement: Placement) -> Layout:
