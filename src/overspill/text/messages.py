@@ -1,0 +1,164 @@
+"""Chat messages as clients send them, brought into the form that a template understands.
+
+Clients differ in what they send (content as text, parts or null; arguments of calls as JSON text or objects) and
+templates in what they take. What a template takes is found by trying it on small conversations (`probe_shape`).
+The result is always a copy: a template cannot change the caller's messages.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from overspill.errors import UserError
+
+Message = dict[str, Any]
+_NEEDLE = "Xq7needle"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What a template takes: user content as text or as parts, system messages, call arguments as objects, the role
+    `developer`."""
+
+    takes_text: bool
+    takes_parts: bool
+    takes_system: bool
+    takes_developer: bool
+    wants_objects: bool
+
+
+def probe_shape(source: str, render: Callable[[list[Message]], str]) -> Shape:
+    """The shape of the template `source`, which `render` renders."""
+
+    def attempt(*messages: Message) -> str:
+        try:
+            return render(list(messages))
+        except UserError:
+            return ""
+
+    user = {"role": "user", "content": _NEEDLE}
+    as_text = attempt(user)
+    as_parts = attempt(user | {"content": [{"type": "text", "text": _NEEDLE}]})
+    with_system = attempt({"role": "system", "content": _NEEDLE}, user | {"content": "hello"})
+    with_object = attempt({"role": "user", "content": "hello"}, *_call_with({"key": _NEEDLE}))
+    takes_text = _NEEDLE in as_text
+    return Shape(
+        takes_text=takes_text,
+        takes_parts=as_parts == as_text if takes_text else _NEEDLE in as_parts,
+        takes_system=_NEEDLE in with_system,
+        takes_developer="developer" in source,
+        wants_objects=_NEEDLE in with_object and "{'key'" not in with_object,
+    )
+
+
+def _call_with(arguments: object) -> tuple[Message, Message]:
+    call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    result = {"role": "tool", "tool_call_id": "call00001", "name": "f", "content": "result"}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}, result
+
+
+def normalise(messages: Sequence[Mapping[str, Any]], shape: Shape) -> list[Message]:
+    """Copies of `messages` in the form of `shape`. `UserError` names the message that is malformed."""
+    if not messages:
+        raise UserError("messages is empty; send at least one message")
+    normal = [_normal(message, f"messages[{i}]", shape) for i, message in enumerate(messages)]
+    return normal if shape.takes_system else _without_system(normal)
+
+
+def copied(value: Any, where: str) -> Any:
+    """A copy of JSON-like data; anything else is a `UserError`."""
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: copied(item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [copied(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    raise UserError(f"{where} is of type {type(value).__name__}, which JSON does not have")
+
+
+def _normal(message: Any, where: str, shape: Shape) -> Message:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise UserError(f"{where} is no object with a text `role`")
+    normal: Message = {key: copied(value, f"{where}.{key}") for key, value in message.items() if value is not None}
+    if normal["role"] == "developer" and not shape.takes_developer:
+        normal["role"] = "system"
+    normal["content"] = _content(normal.get("content", ""), f"{where}.content", shape, normal["role"] == "user")
+    calls = normal.pop("tool_calls", [])
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise UserError(f"{where}.tool_calls is no list of objects")
+    if calls:
+        normal["tool_calls"] = [_call(call, shape) for call in calls]
+    return normal
+
+
+def _content(content: Any, where: str, shape: Shape, is_user: bool) -> str | list[Message]:
+    """Text, or parts where the template takes them; only the parts of a user are worth keeping apart."""
+    if isinstance(content, list):
+        texts = [_part_text(part, f"{where}[{i}]") for i, part in enumerate(content)]
+    elif isinstance(content, str):
+        texts = [content]
+    else:
+        raise UserError(f"{where} is neither text nor a list of parts")
+    if is_user and (not shape.takes_text or (shape.takes_parts and isinstance(content, list))):
+        return [{"type": "text", "text": text} for text in texts]
+    return "\n".join(texts)
+
+
+def _part_text(part: Any, where: str) -> str:
+    if isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    raise UserError(f"{where} is a part of type {str(kind)[:60]!r}; only parts of type 'text' are understood")
+
+
+def _call(call: Message, shape: Shape) -> Message:
+    """A tool call with arguments in the template's form; in OpenAI's form they are under `function`."""
+    if isinstance(call.get("function"), dict):
+        return call | {"function": _with_arguments(call["function"], shape)}
+    return _with_arguments(call, shape)
+
+
+def _with_arguments(function: Message, shape: Shape) -> Message:
+    arguments = function.get("arguments")
+    if not shape.wants_objects:
+        is_text = isinstance(arguments, str) and arguments.strip()
+        return function | {"arguments": arguments if is_text else json.dumps(arguments or {}, ensure_ascii=False)}
+    return function | {"arguments": _object(arguments)}
+
+
+def _object(arguments: Any) -> Any:
+    """The object that JSON text stands for, {} for nothing; text cut off in the middle stays text."""
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        return {}
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        parsed = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+    return {} if parsed is None else parsed if isinstance(parsed, dict) else arguments
+
+
+def _without_system(messages: Sequence[Message]) -> list[Message]:
+    """Each system message put in front of the text of the next one; at the end it becomes a user's."""
+    merged: list[Message] = []
+    waiting: list[str] = []
+    for message in messages:
+        if message["role"] == "system":
+            waiting.append(message["content"])
+        else:
+            merged.append(_prefixed(message, waiting))
+            waiting = []
+    return [*merged, {"role": "user", "content": "\n".join(waiting)}] if waiting else merged
+
+
+def _prefixed(message: Message, texts: Sequence[str]) -> Message:
+    if not texts:
+        return message
+    content = message["content"]
+    if isinstance(content, list):
+        return message | {"content": [*({"type": "text", "text": text} for text in texts), *content]}
+    return message | {"content": "\n".join((*texts, content))}
