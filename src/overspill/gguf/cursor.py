@@ -26,8 +26,8 @@ def shown(text: str) -> str:
     return text if text and text.isprintable() else repr(text)
 
 
-def shown_path(path: Path) -> str:
-    """A path fit for a one-line message; never shortened."""
+def shown_path(path: Path | str) -> str:
+    """A path or file name fit for a one-line message; never shortened."""
     text = str(path)
     return text if text.isprintable() else repr(text)
 

@@ -7,6 +7,7 @@ path first and, if the path is a symbolic link, in the folder it leads to.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,12 +39,13 @@ class SplitName:
             return None
         return cls(path.parent, match["prefix"], int(match["number"]) - 1, int(match["count"]), match["suffix"])
 
-    def path_of(self, number: int) -> Path:
-        return self.folder / f"{self.prefix}-{number + 1:05d}-of-{self.n_parts:05d}{self.suffix}"
+    def name_of(self, number: int) -> str:
+        return f"{self.prefix}-{number + 1:05d}-of-{self.n_parts:05d}{self.suffix}"
 
-    @property
-    def missing(self) -> list[Path]:
-        return [path for path in map(self.path_of, range(self.n_parts)) if not path.exists()]
+    def missing(self) -> list[str]:
+        """The names of the parts that are not in the folder."""
+        names = map(self.name_of, range(self.n_parts))
+        return [name for name in names if not os.path.exists(os.path.join(self.folder, name))]
 
 
 def is_piece(path: Path) -> bool:
@@ -75,28 +77,29 @@ def _check_single(opened: Part) -> None:
 
 def _find(opened: Part) -> SplitName:
     """The name whose parts all exist."""
-    names = [name for path in (opened.path, opened.path.resolve()) if (name := SplitName.of(path)) is not None]
-    complete = [name for name in names if _agrees(name, opened) and not name.missing]
-    if complete:
-        return complete[0]
+    paths = [opened.path, *([opened.path.resolve()] if opened.path.is_symlink() else [])]
+    names = [name for path in paths if (name := SplitName.of(path)) is not None]
+    missing = {name: name.missing() for name in names if _agrees(name, opened)}
+    for name, absent in missing.items():
+        if not absent:
+            return name
+    raise _fail(opened, _why_incomplete(opened, names, missing))
+
+
+def _why_incomplete(opened: Part, names: Sequence[SplitName], missing: dict[SplitName, list[str]]) -> str:
+    """`names`: what the path and the path behind a link say; `missing`: of those that agree with the keys."""
     if opened.is_followed_by_gguf:
-        raise _fail(
-            opened, "holds several parts of a split file joined end to end, which cannot be read; get the single parts"
-        )
-    where = f"is part {opened.number + 1} of {opened.n_parts} of a split file by its keys"
-    if not names:
-        raise _fail(
-            opened,
-            f"{where}, but its name does not end in -00001-of-{opened.n_parts:05d}.gguf or the like, so the first part "
-            "and the others cannot be found: give the parts their original names",
-        )
-    if not _agrees(names[0], opened):
-        raise _fail(
-            opened,
-            f"{where}, but part {names[0].number + 1} of {names[0].n_parts} by its name: "
-            "give the parts their original names",
-        )
-    raise _fail(opened, f"{where}; missing beside it: {_listed(names[0].missing)}; fetch all parts")
+        return "holds several parts of a split file joined end to end, which cannot be read; fetch the single parts"
+    is_part = f"is part {opened.number + 1} of {opened.n_parts} of a split file by its keys"
+    if missing:
+        return f"{is_part}; missing beside it: {_listed(next(iter(missing.values())))}; fetch all parts"
+    if names:
+        by_name = f"part {names[0].number + 1} of {names[0].n_parts} by its name"
+        return f"{is_part}, but {by_name}: give the parts their original names"
+    return (
+        f"{is_part}, but its name does not end in -{opened.number + 1:05d}-of-{opened.n_parts:05d}.gguf, so the first "
+        "part and the others cannot be found: give the parts their original names"
+    )
 
 
 def _agrees(name: SplitName, part: Part) -> bool:
@@ -104,7 +107,7 @@ def _agrees(name: SplitName, part: Part) -> bool:
 
 
 def _read_member(name: SplitName, number: int) -> Part:
-    part = read_part(name.path_of(number))
+    part = read_part(name.folder / name.name_of(number))
     if (part.number, part.n_parts) != (number, name.n_parts):
         raise _fail(
             part,
@@ -119,7 +122,7 @@ def _check_tensors(parts: Sequence[Part]) -> None:
     for part in parts:
         for name in part.table.tensors:
             if name in seen:
-                both = f"in {shown_path(Path(seen[name].path.name))} and here"
+                both = f"in {shown_path(seen[name].path.name)} and here"
                 raise _fail(part, f"duplicate tensor {shown(name)}, {both}: not of one set; fetch all parts again")
             seen[name] = part
     n_expected = parts[0].keys.u32("split.tensors.count")
@@ -131,9 +134,9 @@ def _check_tensors(parts: Sequence[Part]) -> None:
         )
 
 
-def _listed(paths: Sequence[Path]) -> str:
-    names = ", ".join(shown_path(Path(path.name)) for path in paths[:_MAX_LISTED])
-    return names if len(paths) <= _MAX_LISTED else f"{names} and {len(paths) - _MAX_LISTED} more"
+def _listed(names: Sequence[str]) -> str:
+    listed = ", ".join(shown_path(name) for name in names[:_MAX_LISTED])
+    return listed if len(names) <= _MAX_LISTED else f"{listed} and {len(names) - _MAX_LISTED} more"
 
 
 def _fail(part: Part, message: str) -> UserError:
