@@ -29,10 +29,8 @@ from overspill.errors import UserError
 from overspill.gguf import open_gguf
 from overspill.gguf.source import ModelSource
 from overspill.kernels import Ops, cpu
-from overspill.models.base import HParams, TensorSpec
-from overspill.models.check import check_tensors
+from overspill.models.check import understand
 from overspill.models.describe import model_shape
-from overspill.models.registry import architecture
 from overspill.options import Options, options_from
 from overspill.pipeline.choose import choose
 from overspill.pipeline.memory import Memory, Sizes
@@ -76,9 +74,9 @@ class LLM:
         shape = model_shape(self.source.name, self.hparams, specs, self.source.tensors)
         done = _counter(progress, shape.total_bytes)
         with ExitStack() as on_failure:
+            self.plan = choose(shape, machine_for(self.options), self.options)
             self.devices = open_for(self.options)
             on_failure.callback(self.devices.close)
-            self.plan = choose(shape, machine_of(self.devices), self.options)
             layout = self.plan.layout
             placed, host = self.plan.placement, layout.host
             loaded = load(
@@ -236,16 +234,13 @@ class LLM:
         return self.plan.schedule_for(wave.n_tokens)
 
 
-def understand(source: ModelSource) -> tuple[Any, HParams, list[TensorSpec]]:
-    """The architecture's module, its hyper-parameters, and the tensors to load; all checked, no weight read."""
-    arch = architecture(source.keys.arch)
-    hparams = arch.read_hparams(source.keys)
-    return arch, hparams, check_tensors(arch.tensors(hparams), source.tensors)
-
-
-def machine_of(devices: Devices) -> Machine:
-    """The machine at hand, with rates measured now."""
-    rates = measure(devices)
+def machine_for(options: Options) -> Machine:
+    """The machine at hand as far as the options let it be used, with rates measured now."""
+    devices = open_for(options)
+    try:
+        rates = measure(devices)
+    finally:
+        devices.close()
     specs = tuple(
         DeviceSpec(d.name, d.total_bytes, d.free_bytes, h2d_gbps, tflops)
         for d, h2d_gbps, tflops in zip(devices.accelerators, rates.h2d_gbps, rates.tflops, strict=True)

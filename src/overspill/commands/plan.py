@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from overspill.gguf.source import ModelSource
-from overspill.llm import machine_of, open_for, understand
+from overspill.llm import machine_of, open_for
+from overspill.models.check import understand
 from overspill.models.describe import model_shape
 from overspill.options import options_from
 from overspill.pipeline.choose import Plan, choose
@@ -37,11 +38,7 @@ def make_plan(source: ModelSource, machine: Path | None, options: Mapping[str, A
     _, hparams, specs = understand(source)
     shape = model_shape(source.name, hparams, specs, source.tensors)
     if machine is None:
-        devices = open_for(chosen)
-        try:
-            target = machine_of(devices)
-        finally:
-            devices.close()
+        target = machine_for(chosen)
     else:
         target = Machine.from_json(machine).select(chosen.devices).capped(chosen.device_memory)
     plan = choose(shape, target, chosen)
