@@ -1,0 +1,90 @@
+"""The budget of a device: bytes by kind, and the sizes of the buffers that do not depend on where layers live.
+
+All buffers are counted for the worst case, because nothing is allocated after loading: the KV cache for every cell,
+activations for every ubatch of a wave, the whole staging ring.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from overspill.placement.shape import ModelShape
+
+N_LOGIT_ROWS: Final = 128
+"""Most rows of logits computed at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationBytes:
+    """Buffers that a device which computes layers holds, for each ubatch of a wave; logits once.
+
+    x: hidden states f32 [T, residual streams * D]. normed: f32 [T, D]. expert_ids: i32 [T, K]. expert_weights: f32
+    [T, K]. positions: i64 [T]. logits: f32 [min(T, 128), V], on the output device only.
+    """
+
+    n_slots: int
+    x: int
+    normed: int
+    expert_ids: int
+    expert_weights: int
+    positions: int
+    logits: int
+
+    @property
+    def slot(self) -> int:
+        """Bytes of one ubatch slot."""
+        return self.x + self.normed + self.expert_ids + self.expert_weights + self.positions
+
+    @property
+    def total(self) -> int:
+        return self.n_slots * self.slot + self.logits
+
+
+def activation_bytes(shape: ModelShape, *, n_ubatch: int, n_wave: int, has_output: bool) -> ActivationBytes:
+    """Sizes of the activation buffers of one device; the runner allocates exactly these."""
+    n_expert_used = shape.n_expert_used if shape.is_moe else 0
+    return ActivationBytes(
+        n_slots=-(-n_wave // n_ubatch),
+        x=n_ubatch * 4 * shape.n_embd * shape.n_residual,
+        normed=n_ubatch * 4 * shape.n_embd if shape.is_moe else 0,
+        expert_ids=n_ubatch * 4 * n_expert_used,
+        expert_weights=n_ubatch * 4 * n_expert_used,
+        positions=n_ubatch * 8,
+        logits=min(n_ubatch, N_LOGIT_ROWS) * shape.n_vocab * 4 if has_output else 0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StagingPlan:
+    """The staging ring of a device: `n_slots` slots of `slot_bytes`, each holding up to `slab_experts` experts."""
+
+    n_slots: int
+    slot_bytes: int
+    slab_experts: int
+
+    @property
+    def n_bytes(self) -> int:
+        return self.n_slots * self.slot_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBudget:
+    """Projected bytes of one device, by kind."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    weights_bytes: int
+    kv_bytes: int
+    compute_bytes: int
+    staging_bytes: int
+
+    @property
+    def used_bytes(self) -> int:
+        return self.weights_bytes + self.kv_bytes + self.compute_bytes + self.staging_bytes
+
+    @property
+    def spare_bytes(self) -> int:
+        """What stays free; negative when the plan does not fit."""
+        return self.free_bytes - self.used_bytes

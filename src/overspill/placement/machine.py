@@ -1,0 +1,192 @@
+"""What placement must know of a machine: memory and rates of its devices, links and host.
+
+A `Machine` is measured at start, or read from a JSON file (`--machine FILE`) to plan for a machine one does not have.
+Devices are numbered in pipeline order; the number after the last one means the host.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+from overspill.errors import UserError
+
+HOST: Final = "host"
+_HOST_NAMES: Final = frozenset({"cpu", HOST})
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSpec:
+    """One accelerator.
+
+    h2d_gbps: uploads over its link alone, GB/s. tflops: matrix products. reserve_bytes: what to leave free unless the
+    user says otherwise (`-fitt`): 1 GiB on a real device that others may use too, 0 on a capped or virtual one.
+    """
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    h2d_gbps: float
+    tflops: float
+    reserve_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The devices in pipeline order, and the host.
+
+    host_bytes: memory that weights may take. h2d_total_gbps: all links at once. peer_gbps: device to device.
+    cpu_gbps: the CPU reading memory. cpu_gflops: the CPU's matrix products.
+    """
+
+    host_bytes: int
+    devices: tuple[DeviceSpec, ...]
+    h2d_total_gbps: float
+    peer_gbps: float
+    cpu_gbps: float
+    cpu_gflops: float = 100.0
+
+    @property
+    def host_index(self) -> int:
+        """The number that means the host in plans."""
+        return len(self.devices)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names by number, the host last."""
+        return (*(d.name for d in self.devices), HOST)
+
+    def find(self, name: str) -> int | None:
+        """Number of a device by name, None if there is no such device.
+
+        Case and `:` do not matter; `CPU` and `host` mean the host; `CUDA1` means the second device whatever its
+        name, unless a device is called that.
+        """
+        wanted = _plain(name)
+        if wanted in _HOST_NAMES:
+            return self.host_index
+        by_name = {f"cuda{i}": i for i in range(len(self.devices))}
+        by_name.update((_plain(d.name), i) for i, d in enumerate(self.devices))
+        return by_name.get(wanted)
+
+    def select(self, devices: str) -> Machine:
+        """The machine with only the devices that `-dev` names, in that order. `UserError` for an unknown one."""
+        if devices == "auto":
+            return self
+        if devices == "none":
+            return replace(self, devices=())
+        return replace(self, devices=tuple(self._named(name.strip()) for name in devices.split(",")))
+
+    def capped(self, caps: tuple[int, ...] | None) -> Machine:
+        """The machine as `--device-memory` limits it: one cap for all devices or one each, in bytes."""
+        if caps is None:
+            return self
+        each = caps * len(self.devices) if len(caps) == 1 else caps
+        if len(each) != len(self.devices):
+            raise UserError(f"--device-memory has {len(caps)} sizes for {len(self.devices)} devices; give one each")
+        return replace(self, devices=tuple(_capped(d, cap) for d, cap in zip(self.devices, each, strict=True)))
+
+    def _named(self, name: str) -> DeviceSpec:
+        index = self.find(name)
+        if index is None or index == self.host_index:
+            raise UserError(f"-dev {name}: no such device; there are {', '.join(self.names[:-1]) or 'none'}")
+        return self.devices[index]
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> Machine:
+        """Read a machine from a file with exactly the fields of this class (`cpu_gflops` optional) and of
+        `DeviceSpec` (without `reserve_bytes`). `UserError` naming file and field."""
+        try:
+            record = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path}: cannot be read as a JSON machine description ({error})") from None
+        return _machine_from(record, str(path))
+
+
+def _capped(device: DeviceSpec, cap: int) -> DeviceSpec:
+    total, free = min(cap, device.total_bytes), min(cap, device.free_bytes)
+    return replace(device, total_bytes=total, free_bytes=free, reserve_bytes=0)
+
+
+def _plain(name: str) -> str:
+    return name.strip().lower().replace(":", "")
+
+
+_MACHINE_FIELDS: Final = {
+    "host_bytes": int,
+    "devices": list,
+    "h2d_total_gbps": float,
+    "peer_gbps": float,
+    "cpu_gbps": float,
+}
+_DEVICE_FIELDS: Final = {"name": str, "total_bytes": int, "free_bytes": int, "h2d_gbps": float, "tflops": float}
+_EXPECTED: Final = {
+    int: "a whole number of at least 0",
+    float: "a number above 0",
+    str: "a name",
+    list: "a list of devices",
+}
+
+
+def _machine_from(record: Any, path: str) -> Machine:
+    fields = _checked(record, path, "", _MACHINE_FIELDS, {"cpu_gflops": float})
+    devices = tuple(_device_from(d, path, f"devices[{i}].") for i, d in enumerate(fields["devices"]))
+    for i, device in enumerate(devices):
+        if _plain(device.name) in _HOST_NAMES or device.name in (d.name for d in devices[:i]):
+            raise UserError(f"{path}: devices[{i}].name {device.name!r} is taken; give each device its own name")
+    return Machine(
+        host_bytes=fields["host_bytes"],
+        devices=devices,
+        h2d_total_gbps=fields["h2d_total_gbps"],
+        peer_gbps=fields["peer_gbps"],
+        cpu_gbps=fields["cpu_gbps"],
+        cpu_gflops=fields.get("cpu_gflops", Machine.cpu_gflops),
+    )
+
+
+def _device_from(record: Any, path: str, where: str) -> DeviceSpec:
+    fields = _checked(record, path, where, _DEVICE_FIELDS, {})
+    total_bytes, free_bytes = fields["total_bytes"], fields["free_bytes"]
+    if free_bytes > total_bytes:
+        raise UserError(f"{path}: {where}free_bytes {free_bytes} is above total_bytes {total_bytes}")
+    return DeviceSpec(
+        name=fields["name"],
+        total_bytes=total_bytes,
+        free_bytes=free_bytes,
+        h2d_gbps=fields["h2d_gbps"],
+        tflops=fields["tflops"],
+    )
+
+
+def _checked(
+    record: Any, path: str, where: str, required: Mapping[str, type], optional: Mapping[str, type]
+) -> dict[str, Any]:
+    """The fields of one JSON object, all known, present and of the right kind; `where` leads their names."""
+    if not isinstance(record, dict):
+        raise UserError(f"{path}: {where.rstrip('.') or 'the file'} is {record!r}; give an object with named fields")
+    for name in record:
+        if name not in required and name not in optional:
+            raise UserError(f"{path}: unknown field {where}{name}; known are {', '.join({**required, **optional})}")
+    for name in required:
+        if name not in record:
+            raise UserError(f"{path}: field {where}{name} is missing")
+    kinds = {**required, **optional}
+    for name, value in record.items():
+        if not _is_valid(value, kinds[name]):
+            raise UserError(f"{path}: {where}{name} is {value!r}; give {_EXPECTED[kinds[name]]}")
+    return record
+
+
+def _is_valid(value: Any, kind: type) -> bool:
+    if kind is int:
+        return type(value) is int and value >= 0
+    if kind is float:
+        return type(value) in (int, float) and math.isfinite(value) and value > 0
+    if kind is str:
+        return isinstance(value, str) and bool(value.strip())
+    return isinstance(value, kind)

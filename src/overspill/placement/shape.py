@@ -1,0 +1,152 @@
+"""What placement must know of a model: its tensors' sizes and roles, and what a token costs in each layer.
+
+A `ModelShape` is made from a file's tensor list and hyper-parameters, or invented by a test; it holds no weights.
+Only the weights of routed experts have the role EXPERT: they alone may live apart from their layer, because they are
+most of the bytes and each token reads few of them. Routers, shared experts, and the biases and scales of routed
+experts stay with the layer: they are small, and every token needs them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import Final, NamedTuple
+
+TOKEN_EMBEDDING: Final = "token_embd.weight"
+OUTPUT_WEIGHT: Final = "output.weight"
+
+_LAYER: Final = re.compile(r"blk\.(\d+)\.")
+_EXPERT: Final = re.compile(r"blk\.\d+\.ffn_(?:gate|up|down|gate_up)(?:_(?:ch)?exps|\.\d+)\.weight")
+
+
+class Role(StrEnum):
+    """Which rule places a tensor: read on the host, part of a layer, routed experts of a layer, or of the output."""
+
+    EMBED = "embed"
+    LAYER = "layer"
+    EXPERT = "expert"
+    OUTPUT = "output"
+
+
+class TensorSize(NamedTuple):
+    """A tensor as placement sees it: bytes as stored in the file; `layer` is None outside the layers."""
+
+    name: str
+    n_bytes: int
+    layer: int | None
+    role: Role
+
+
+def role_of(name: str) -> tuple[Role, int | None]:
+    """Role and layer of a tensor, from its GGUF name.
+
+    EXPERT: `blk.N.ffn_{gate,up,down,gate_up}_exps.weight`, `..._chexps.weight`, and the old one-tensor-per-expert
+    form `blk.N.ffn_gate.E.weight`. A name outside the layers that is not of the output is EMBED: the host reads it.
+    """
+    layer = _LAYER.match(name)
+    if layer is not None:
+        return (Role.EXPERT if _EXPERT.fullmatch(name) else Role.LAYER), int(layer[1])
+    return (Role.OUTPUT if name.startswith("output") else Role.EMBED), None
+
+
+def sized_tensors(sizes: Iterable[tuple[str, int]], *, n_layer: int) -> tuple[TensorSize, ...]:
+    """(name, bytes) pairs with their roles. Layers from `n_layer` on (prediction layers) are not run: left out."""
+    tensors = (_sized(name, n_bytes) for name, n_bytes in sizes)
+    return tuple(t for t in tensors if t.layer is None or t.layer < n_layer)
+
+
+def _sized(name: str, n_bytes: int) -> TensorSize:
+    role, layer = role_of(name)
+    return TensorSize(name, n_bytes, layer, role)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes and costs of one model.
+
+    kv_bytes_per_cell: per layer, bytes one context cell takes. state_bytes: per layer, bytes of recurrent state for
+    each sequence slot. flops_per_token: per layer, products with weights. attention_flops: per layer, for each pair
+    of a query token and a visible key (4 * heads * head size). n_residual: residual streams per token.
+    """
+
+    name: str
+    arch: str
+    n_layer: int
+    n_embd: int
+    n_vocab: int
+    n_expert: int
+    n_expert_used: int
+    n_ctx_train: int
+    tensors: tuple[TensorSize, ...]
+    kv_bytes_per_cell: tuple[int, ...]
+    state_bytes: tuple[int, ...]
+    flops_per_token: tuple[float, ...]
+    attention_flops: tuple[float, ...]
+    output_flops: float
+    n_residual: int = 1
+
+    def __post_init__(self) -> None:
+        per_layer = (self.kv_bytes_per_cell, self.state_bytes, self.flops_per_token, self.attention_flops)
+        assert all(len(values) == self.n_layer for values in per_layer)
+        assert all(t.layer is None or t.layer < self.n_layer for t in self.tensors), "use sized_tensors"
+        assert self.n_expert > 0 or not any(t.role is Role.EXPERT for t in self.tensors)
+
+    def layer_bytes(self, layer: int) -> int:
+        """Weights of one layer without its routed experts."""
+        return self.dense_bytes[layer]
+
+    def expert_bytes(self, layer: int) -> int:
+        """Weights of one layer's routed experts, 0 for a dense layer."""
+        return self.routed_bytes[layer]
+
+    @cached_property
+    def dense_bytes(self) -> tuple[int, ...]:
+        """`layer_bytes` of all layers."""
+        return self._bytes_per_layer(Role.LAYER)
+
+    @cached_property
+    def routed_bytes(self) -> tuple[int, ...]:
+        """`expert_bytes` of all layers."""
+        return self._bytes_per_layer(Role.EXPERT)
+
+    @cached_property
+    def embed_bytes(self) -> int:
+        return self._bytes_of(Role.EMBED)
+
+    @cached_property
+    def output_bytes(self) -> int:
+        """What the device that computes logits holds: the output tensors, and the embedding where it is tied."""
+        return self._bytes_of(Role.OUTPUT) + self.tied_bytes
+
+    @cached_property
+    def tied_bytes(self) -> int:
+        """Size of the token embedding where it also serves as output matrix, else 0."""
+        if any(t.name == OUTPUT_WEIGHT for t in self.tensors):
+            return 0
+        return sum(t.n_bytes for t in self.tensors if t.name == TOKEN_EMBEDDING)
+
+    @cached_property
+    def total_bytes(self) -> int:
+        return sum(t.n_bytes for t in self.tensors)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of `tensors`, in their order."""
+        return tuple(t.name for t in self.tensors)
+
+    @property
+    def is_moe(self) -> bool:
+        return self.n_expert > 0
+
+    def _bytes_per_layer(self, role: Role) -> tuple[int, ...]:
+        totals = [0] * self.n_layer
+        for t in self.tensors:
+            if t.role is role and t.layer is not None:
+                totals[t.layer] += t.n_bytes
+        return tuple(totals)
+
+    def _bytes_of(self, role: Role) -> int:
+        return sum(t.n_bytes for t in self.tensors if t.role is role)
