@@ -27,6 +27,7 @@ REFERENCE_PROMPT = 4096
 DEFAULT_IN_FLIGHT = 256
 _MAX_WAVE = 16384
 _MIN_IDS_PER_EXPERT = 16
+_FASTER_THAN_HOST = 10
 _UBATCHES = (128, 512, 2048)
 
 
@@ -135,7 +136,7 @@ def _plan(
     shape: ModelShape, machine: Machine, options: Options, *, order: Order, grain: int, n_ubatch: int, widen: bool
 ) -> Plan:
     placement = _place(shape, machine, options, grain=grain, n_ubatch=n_ubatch)
-    layout = layout_of(shape, machine, placement)
+    placement, layout = with_embedding(shape, machine, placement, layout_of(shape, machine, placement))
     policy = None if options.policy == "auto" else Policy(options.policy)
     schedule = WaveSchedule(order, policy or Policy.ALL, options.n_staging_slots, widen)
     reference = WaveShape.of_prompt(min(REFERENCE_PROMPT, placement.n_ctx, placement.n_wave), n_ubatch)
@@ -163,6 +164,21 @@ def _min_upload_tokens(shape: ModelShape, options: Options) -> int:
     if options.schedule != "auto":
         return 2
     return math.ceil(_MIN_IDS_PER_EXPERT * shape.n_expert / max(1, shape.n_expert_used))
+
+
+def with_embedding(
+    shape: ModelShape, machine: Machine, placement: Placement, layout: Layout
+) -> tuple[Placement, Layout]:
+    """The token embedding on the device of the first layer, where it is faster than the host and has room for it."""
+    first = layout.layer_device[0]
+    if first == layout.host or machine.devices[first].tflops * 1e3 < _FASTER_THAN_HOST * machine.cpu_gflops:
+        return placement, layout
+    budget = placement.budgets[first]
+    if budget.spare_bytes < shape.embed_bytes + machine.devices[first].reserve_bytes:
+        return placement, layout
+    more = replace(budget, weights_bytes=budget.weights_bytes + shape.embed_bytes)
+    budgets = (*placement.budgets[:first], more, *placement.budgets[first + 1 :])
+    return replace(placement, budgets=budgets), replace(layout, embed_on=first)
 
 
 def layout_of(shape: ModelShape, machine: Machine, placement: Placement) -> Layout:

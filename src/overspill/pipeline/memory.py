@@ -53,8 +53,8 @@ class Memory:
         self._buffers: dict[Resource, tuple[Buffer, ...]] = {}
         for i_device in self._in_use(layout):
             self._add_activations(i_device)
-        for i_device in sorted({*layout.layer_device}):
-            self._add_positions(i_device)
+        for i_device in layout.input_devices:
+            self._add_inputs(i_device)
         for i_layer, i_device in enumerate(layout.layer_device):
             self._add_kv(i_layer, i_device)
         for i_device, n_bytes in enumerate(slot_bytes):
@@ -69,7 +69,7 @@ class Memory:
         return tuple(buffer for resource in resources for buffer in self._buffers[resource])
 
     def _in_use(self, layout: Layout) -> list[int]:
-        return sorted({layout.host, layout.output_device, *layout.layer_device})
+        return sorted({layout.host, layout.output_device, *layout.input_devices})
 
     def _new(self, i_device: int, shape: tuple[int, ...], dtype: torch.dtype, kind: MemoryKind, name: str) -> Buffer:
         return self._devices.all[i_device].allocate(shape, dtype, kind=kind, name=name)
@@ -86,10 +86,11 @@ class Memory:
                     self._new(i_device, (T, hp.n_expert_used), torch.float32, compute, f"mix{m}"),
                 )
 
-    def _add_positions(self, i_device: int) -> None:
-        shape = (self.sizes.n_ubatches, self.sizes.n_ubatch)
-        pos = self._new(i_device, shape, torch.int32, MemoryKind.COMPUTE, "positions")
-        self._buffers["pos", i_device] = (pos,)
+    def _add_inputs(self, i_device: int) -> None:
+        """Positions `[m, 0]` and token ids `[m, 1]` of each ubatch."""
+        shape = (self.sizes.n_ubatches, 2, self.sizes.n_ubatch)
+        inputs = self._new(i_device, shape, torch.int32, MemoryKind.COMPUTE, "inputs")
+        self._buffers["pos", i_device] = (inputs,)
 
     def _add_kv(self, i_layer: int, i_device: int) -> None:
         hp, sizes = self._hp, self.sizes
@@ -110,8 +111,8 @@ class Memory:
             out = self._new(layout.output_device, (n_rows, V), torch.float32, MemoryKind.COMPUTE, f"logits{i}")
             self._buffers["logits", layout.output_device, i] = (out,)
             self._buffers["host_logits", i] = (host.allocate_pinned(n_rows * V * 4, name=f"host_logits{i}"),)
-        n_positions = sizes.n_ubatches * sizes.n_ubatch
-        self._buffers["host_pos",] = (host.allocate_pinned(n_positions * 4, name="host_positions"),)
+        n_inputs = sizes.n_ubatches * 2 * sizes.n_ubatch
+        self._buffers["host_pos",] = (host.allocate_pinned(n_inputs * 4, name="host_inputs"),)
         for m in range(sizes.n_ubatches):
             n_bytes = max(1, sizes.n_ubatch * self._hp.n_expert_used * 4)
             self._buffers["ids", m] = (host.allocate_pinned(n_bytes, name=f"host_ids{m}"),)

@@ -3,7 +3,7 @@
 The only place that orders streams. One host thread issues the actions of a schedule; for each one the ledger says
 which events its stream must wait for, then the work is given to the stream and an event recorded. The host blocks in
 four places, all named: when it reads logits, when it reads router ids (policy `selected`), before it overwrites the
-positions of an earlier wave that have not gone up, and in the throttle that bounds how far it runs ahead.
+inputs of an earlier wave that have not gone up, and in the throttle that bounds how far it runs ahead.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Runner:
         assert len(ubatches) <= self._memory.sizes.n_ubatches
         results = [torch.empty(len(u.output_rows), self._memory.n_vocab) for u in ubatches]
         self._work.select_all()
-        self._write_positions_host(ubatches)
+        self._write_inputs_host(ubatches)
         for action in actions(self._layout, schedule, [self._work.n_chunks(u) for u in ubatches]):
             self._issue(action, schedule, ubatches, results)
         while self._downloads:
@@ -130,13 +130,13 @@ class Runner:
         for number in self._ledger.users(resource):
             self._events[number].wait_host()
 
-    def _write_positions_host(self, ubatches: Sequence[Ubatch]) -> None:
+    def _write_inputs_host(self, ubatches: Sequence[Ubatch]) -> None:
         self._wait_users_host(("host_pos",))
         (buffer,) = self._memory[("host_pos",)]
-        rows = buffer.host_tensor.view(torch.int32).view(-1, self._memory.sizes.n_ubatch)
-        for row, ubatch in zip(rows, ubatches, strict=False):
+        inputs = buffer.host_tensor.view(torch.int32).view(-1, 2, self._memory.sizes.n_ubatch)
+        for row, ubatch in zip(inputs, ubatches, strict=False):
             positions = [p for s in ubatch.segments for p in range(s.first_pos, s.end_pos)]
-            row[: ubatch.n_tokens] = torch.tensor(positions, dtype=torch.int32)
+            row[:, : ubatch.n_tokens] = torch.tensor([positions, ubatch.ids], dtype=torch.int32)
 
     def _select_host(self, i_layer: int, ubatches: Sequence[Ubatch]) -> None:
         chosen: set[int] = set()

@@ -6,8 +6,9 @@ depth-first with every action waiting for the one before it. For one layer the o
 so results are bit for bit the same. Pure: reads values, yields values, knows no device.
 
 A resource is a tuple that starts with its name: ("x", device, ubatch) hidden states, ("route", device, ubatch)
-normed input, ids and weights of routing, ("pos", device), ("slot", device, i) a staging slot, ("wide", device) a
-dequantised slab, ("kv", layer), ("ids", ubatch) expert ids on the host, ("logits", device, i), ("host_logits", i).
+normed input, ids and weights of routing, ("pos", device) positions and token ids, ("slot", device, i) a staging slot,
+("wide", device) a dequantised slab, ("kv", layer), ("ids", ubatch) expert ids on the host, ("logits", device, i),
+("host_logits", i).
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ class _Emitter:
                 yield from self._run(split, group)
 
     def _inputs(self) -> Iterator[Action]:
-        for device in sorted(set(self._layout.layer_device)):
+        for device in self._layout.input_devices:
             yield Action(Verb.INPUTS, StreamId(device, Lane.COMPUTE), (("host_pos",),), (("pos", device),))
 
     def _queue_uploads(self, n_passes: int) -> None:
@@ -194,7 +195,8 @@ class _Emitter:
         stream = StreamId(device, Lane.COMPUTE)
         if split.kind is SplitKind.EMBED:
             self._place[m] = device
-            yield Action(Verb.EMBED, stream, (), (x,), ubatch=m)
+            ids: tuple[Resource, ...] = () if device == self._layout.host else (("pos", device),)
+            yield Action(Verb.EMBED, stream, ids, (x,), ubatch=m)
             return
         yield from self._move(device, m)
         kv: tuple[Resource, ...] = tuple(("kv", i) for i in range(split.first, split.last))

@@ -36,6 +36,18 @@ class Layout:
     output_device: int
     slabs: tuple[tuple[Slab, ...], ...]
     mixed: frozenset[int] = frozenset()
+    embed_on: int | None = None
+
+    @property
+    def embed_device(self) -> int:
+        """Where token ids become hidden states: the host unless the plan found room on a device."""
+        return self.host if self.embed_on is None else self.embed_on
+
+    @property
+    def input_devices(self) -> list[int]:
+        """Devices that need a wave's positions (and ids)."""
+        embedding = set() if self.embed_on is None else {self.embed_on}
+        return sorted({*self.layer_device} | embedding)
 
     @property
     def host(self) -> int:
@@ -73,7 +85,7 @@ class Split:
 
 def cut(layout: Layout) -> tuple[Split, ...]:
     """All splits of a model in the order of computation."""
-    splits = [Split(SplitKind.EMBED, layout.host)]
+    splits = [Split(SplitKind.EMBED, layout.embed_device)]
     for i in range(layout.n_layer):
         device = layout.layer_device[i]
         if layout.has_host_experts(i):

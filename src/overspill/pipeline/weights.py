@@ -71,7 +71,7 @@ def load(
             layer_specs = [s for s in layer_specs if s.name not in staged]
         shared = [spec for name, spec in top.items() if name.startswith("rope_")]
         blocks.append(loader.block(devices.all[layout.layer_device[i_layer]], [*layer_specs, *shared]))
-    embedding = loader.block(devices.host, [top["token_embd.weight"]])
+    embedding = loader.block(devices.all[layout.embed_device], [top["token_embd.weight"]])
     head = loader.block(devices.all[layout.output_device], _head(top), tied="output.weight" not in top)
     return Loaded(make_model(hp, embedding, blocks, head), host_experts)
 

@@ -49,7 +49,7 @@ class Work:
         """Give an action to its stream."""
         match action.verb:
             case Verb.INPUTS:
-                self._copy(action, stream, len(ubatches) * self._memory.sizes.n_ubatch * 4)
+                self._copy(action, stream, len(ubatches) * 2 * self._memory.sizes.n_ubatch * 4)
             case Verb.UPLOAD:
                 self._upload(action, stream)
             case Verb.READ_IDS:
@@ -93,7 +93,7 @@ class Work:
         return buffer
 
     def _view(self, ubatch: Ubatch, device: int, m: int) -> UbatchView:
-        return UbatchView(ubatch.segments, self._one(("pos", device)).tensor[m, : ubatch.n_tokens])
+        return UbatchView(ubatch.segments, self._one(("pos", device)).tensor[m, 0, : ubatch.n_tokens])
 
     def _cache(self, i_layer: int) -> KvCache:
         k, v = self._memory["kv", i_layer]
@@ -104,7 +104,11 @@ class Work:
 
     def _embed(self, action: Action, ubatch: Ubatch) -> Callable[[], None]:
         def body() -> None:
-            self._x(action, ubatch).copy_(self._model.embed(torch.tensor(ubatch.ids)))
+            if action.device == self._layout.host:
+                ids = torch.tensor(ubatch.ids)
+            else:
+                ids = self._one(("pos", action.device)).tensor[action.ubatch, 1, : ubatch.n_tokens]
+            self._x(action, ubatch).copy_(self._model.embed(ids))
 
         return body
 

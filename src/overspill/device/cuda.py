@@ -1,0 +1,232 @@
+"""NVIDIA GPUs: the device seam on CUDA streams and events.
+
+Work is plain torch and Triton issued under the stream; temporaries of the compute stream come from torch's caching
+allocator, whose reuse is ordered by that same stream. Copies between GPUs run on the stream they are given to. Busy
+time is measured with timing events around each launch and read when somebody asks for it.
+
+Pinned memory is anonymous memory in huge pages, touched and registered in chunks by several threads: registering is
+what costs, and large pages make it cheap. torch's own pinned allocator would round sizes up to powers of two.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from overspill.device.backend import (
+    BackendDevice,
+    BackendStream,
+    bytes_of,
+    check_copy,
+    check_upload,
+    count_copy,
+    now_us,
+)
+from overspill.device.base import Buffer, Device, Event, Part, Span, running_on
+from overspill.device.lane import Lane
+from overspill.device.memory import Ledger, Space
+from overspill.errors import OutOfMemory, UserError
+
+_PIN_CHUNK_BYTES = 1 << 30
+_PIN_THREADS = 8
+_PAGE_BYTES = 2 << 20
+_MAX_UNREAD = 4096
+
+
+class CudaEvent(Event):
+    """A torch event, and the stream that recorded it."""
+
+    __slots__ = ("cuda", "stream")
+
+    def __init__(self, cuda: torch.cuda.Event, stream: CudaStream) -> None:
+        self.cuda = cuda
+        self.stream = stream
+
+    def is_done(self) -> bool:
+        return bool(self.cuda.query())
+
+    def wait_host(self) -> None:
+        self.stream.device.counters.n_host_waits += 1
+        self.cuda.synchronize()
+
+    def wait_in_worker(self) -> None:
+        self.cuda.synchronize()
+
+
+class CudaStream(BackendStream):
+    """One CUDA stream. Issued to from one thread."""
+
+    def __init__(self, device: CudaDevice, lane: Lane) -> None:
+        super().__init__(device, lane)
+        self._owner = device
+        self.cuda = torch.cuda.Stream(device.torch_device)
+        self._unread: deque[tuple[torch.cuda.Event, torch.cuda.Event, str, int]] = deque()
+        self._last: torch.cuda.Event | None = None
+
+    def launch(
+        self,
+        work: Callable[[], None],
+        *,
+        label: str,
+        reads: Sequence[Buffer] = (),
+        writes: Sequence[Buffer] = (),
+    ) -> None:
+        start = self._mark()
+        with torch.cuda.stream(self.cuda), running_on(self.device):
+            work()
+        self._note(start, label, 0)
+
+    def copy(self, dst: Buffer, src: Buffer, *, n_bytes: int, label: str) -> None:
+        check_copy(self.device, dst, src, n_bytes)
+        count_copy(self.device.counters, dst, src, n_bytes)
+        start = self._mark()
+        with torch.cuda.stream(self.cuda):
+            bytes_of(dst)[:n_bytes].copy_(bytes_of(src)[:n_bytes], non_blocking=True)
+        self._note(start, label, n_bytes)
+
+    def upload(self, dst: Buffer, parts: Sequence[Part], *, label: str) -> None:
+        check_upload(self.device, dst, parts)
+        n_bytes = sum(part.n_bytes for part in parts)
+        self.device.counters.uploaded_bytes += n_bytes
+        start, target = self._mark(), bytes_of(dst)
+        with torch.cuda.stream(self.cuda):
+            for src, src_offset, dst_offset, n in parts:
+                source = bytes_of(src)[src_offset : src_offset + n]
+                target[dst_offset : dst_offset + n].copy_(source, non_blocking=True)
+        self._note(start, label, n_bytes)
+
+    def record(self) -> CudaEvent:
+        if self._last is None:
+            self._last = self._mark()
+        return CudaEvent(self._last, self)
+
+    def wait(self, event: Event) -> None:
+        if isinstance(event, CudaEvent):
+            self.cuda.wait_event(event.cuda)
+        elif not event.is_done():
+            event.wait_host()
+        self._last = None
+
+    def drain_host(self) -> None:
+        self.cuda.synchronize()
+
+    def close(self) -> None:
+        self.cuda.synchronize()
+
+    def _mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self.cuda)
+        return event
+
+    def _note(self, start: torch.cuda.Event, label: str, n_bytes: int) -> None:
+        """Remember a piece of work by its two events; the second serves as the stream's present end."""
+        self._last = self._mark()
+        self._unread.append((start, self._last, label, n_bytes))
+        if len(self._unread) > _MAX_UNREAD:
+            self.read_times(only_done=True)
+
+    def read_times(self, *, only_done: bool = False) -> None:
+        """Account for finished work; without `only_done` the host must have waited for the stream."""
+        while self._unread and (not only_done or self._unread[0][1].query()):
+            start, end, label, n_bytes = self._unread.popleft()
+            self._owner.note(self.lane, start, end, label, n_bytes)
+
+
+class CudaDevice(BackendDevice):
+    """One GPU, optionally capped so that it looks like a smaller one."""
+
+    is_host = False
+
+    def __init__(self, index: int, *, cap_bytes: int | None) -> None:
+        name, self._index = f"cuda:{index}", index
+        super().__init__(name, ledger=Ledger(name, _space(index, cap_bytes)), torch_device=name)
+        self._zero = torch.cuda.Event(enable_timing=True)
+        self._zero.record(torch.cuda.current_stream(self.torch_device))
+        self._zero.synchronize()
+        self._zero_us = now_us()
+
+    def _open_stream(self, lane: Lane) -> CudaStream:
+        return CudaStream(self, lane)
+
+    def _new_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        try:
+            with torch.inference_mode(False):
+                return torch.empty(shape, dtype=dtype, device=self.torch_device)
+        except torch.cuda.OutOfMemoryError as error:
+            raise OutOfMemory(f"{self.name}: {str(error).splitlines()[0]}") from None
+
+    def note(self, lane: Lane, start: torch.cuda.Event, end: torch.cuda.Event, label: str, n_bytes: int) -> None:
+        """Enter a finished piece of work into busy time and trace."""
+        start_us = self._zero_us + 1e3 * self._zero.elapsed_time(start)
+        end_us = start_us + 1e3 * start.elapsed_time(end)
+        self.trace.note(self.counters, Span(lane, label, start_us, end_us, n_bytes))
+
+    def settle_host(self) -> None:
+        """Wait for the streams and account for their work, uncounted: before counters or traces are read."""
+        for stream in self._streams.values():
+            stream.drain_host()
+            assert isinstance(stream, CudaStream)
+            stream.read_times()
+
+    def reset_counters(self) -> None:
+        self.settle_host()
+        super().reset_counters()
+
+    def take_trace(self) -> list[Span]:
+        self.settle_host()
+        return super().take_trace()
+
+    def close(self) -> None:
+        super().close()
+        torch.cuda.empty_cache()
+
+
+def open_cuda(indices: Sequence[int], caps: Sequence[int | None]) -> tuple[Device, ...]:
+    """Open GPUs in this order. `UserError` for one that is not there."""
+    n_gpus = torch.cuda.device_count()
+    for index in indices:
+        if index >= n_gpus:
+            raise UserError(f"--devices cuda:{index}: there are {n_gpus} CUDA devices")
+    return tuple(CudaDevice(index, cap_bytes=cap) for index, cap in zip(indices, caps, strict=True))
+
+
+def _space(index: int, cap_bytes: int | None) -> Callable[[int], Space]:
+    """Memory of a GPU; what torch keeps for temporaries counts as free, because it is reused."""
+
+    def space(held_bytes: int) -> Space:
+        free, total = torch.cuda.mem_get_info(index)
+        free += torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
+        if cap_bytes is not None:
+            total, free = min(total, cap_bytes), min(free, cap_bytes - held_bytes)
+        return Space(total, max(0, free))
+
+    return space
+
+
+def pinned_memory(n_bytes: int) -> torch.Tensor:
+    """uint8 `[n_bytes]` of host memory that GPUs can copy from while the host goes on."""
+    padded = -(-max(n_bytes, 1) // _PAGE_BYTES) * _PAGE_BYTES
+    area = mmap.mmap(-1, padded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        area.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(area, dtype=torch.uint8)
+    chunks = [memory[first : first + _PIN_CHUNK_BYTES] for first in range(0, padded, _PIN_CHUNK_BYTES)]
+    with ThreadPoolExecutor(min(_PIN_THREADS, len(chunks))) as pool:
+        list(pool.map(_register, chunks))
+    return memory[:n_bytes]
+
+
+_register_lock = threading.Lock()
+
+
+def _register(chunk: torch.Tensor) -> None:
+    chunk[::4096] = 0
+    with _register_lock:
+        status = torch.cuda.cudart().cudaHostRegister(chunk.data_ptr(), chunk.numel(), 1)
+    if int(status) != 0:
+        raise OutOfMemory(f"pinning {chunk.numel() >> 20} MiB of host memory failed (CUDA error {int(status)})")
