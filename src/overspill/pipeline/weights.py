@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,11 +49,12 @@ def load(
     *,
     is_on_host: Callable[[str], bool] = lambda name: True,
     progress: Callable[[int], None] = lambda n_bytes: None,
+    n_threads: int = 4,
 ) -> Loaded:
     """Read all tensors of `specs` (those the file has).
 
     is_on_host: which expert tensors of a layer with host experts stay there. progress: called with the bytes of each
-    tensor done.
+    tensor done. n_threads: read experts that stay in host RAM.
     """
     loader = _Loader(source, devices, ops_of, progress)
     by_layer: list[list[TensorSpec]] = [[] for _ in range(hp.n_layer)]
@@ -71,6 +73,7 @@ def load(
             layer_specs = [s for s in layer_specs if s.name not in staged]
         shared = [spec for name, spec in top.items() if name.startswith("rope_")]
         blocks.append(loader.block(devices.all[layout.layer_device[i_layer]], [*layer_specs, *shared]))
+    loader.fill_host_experts(n_threads)
     embedding = loader.block(devices.all[layout.embed_device], [top["token_embd.weight"]])
     head = loader.block(devices.all[layout.output_device], _head(top), tied="output.weight" not in top)
     return Loaded(make_model(hp, embedding, blocks, head), host_experts)
@@ -94,6 +97,7 @@ class _Loader:
         self._ops_of = ops_of
         self._progress = progress
         self._ring: _Ring | None = None
+        self._to_fill: list[tuple[str, torch.Tensor]] = []
 
     def block(self, device: Device, specs: Iterable[TensorSpec], *, tied: bool = False) -> Block:
         """The tensors on a device, named without `blk.N.`; tied: the embedding serves as the head."""
@@ -117,11 +121,23 @@ class _Loader:
 
     def _host_part(self, name: str) -> HostPart:
         info = self._source.tensors[name]
-        buffer = self._devices.host.allocate_pinned(info.n_bytes, name=name)
-        buffer.host_tensor.copy_(_tensor(self._source.bytes_of(name)))
-        self._progress(info.n_bytes)
+        buffer = self._devices.host.allocate_pinned(info.n_bytes, name=name, kind=MemoryKind.WEIGHTS)
+        self._to_fill.append((name, buffer.host_tensor))
         n_experts, rows, cols = info.shape
         return HostPart(buffer, info.type, (n_experts, rows, cols))
+
+    def fill_host_experts(self, n_threads: int) -> None:
+        """Read the experts that stay in host RAM into their memory, on several threads."""
+
+        def fill(job: tuple[str, torch.Tensor]) -> int:
+            name, target = job
+            target.copy_(_tensor(self._source.bytes_of(name)))
+            return target.numel()
+
+        with ThreadPoolExecutor(n_threads) as pool:
+            for n_bytes in pool.map(fill, self._to_fill):
+                self._progress(n_bytes)
+        self._to_fill.clear()
 
     def _matrix(self, device: Device, spec: TensorSpec) -> QTensor:
         info = self._source.tensors[spec.name]
