@@ -22,8 +22,8 @@ from overspill.errors import UserError
 from overspill.gguf.keys import Keys
 from overspill.gguf.tensors import TensorInfo
 from overspill.gguf.types import TensorType
-from overspill.models.base import TensorSpec
 from overspill.models.registry import architecture
+from overspill.models.specs.base import TensorSpec
 from overspill.quant.dequant import dequantize
 from overspill.quant.qtensor import QTensor
 

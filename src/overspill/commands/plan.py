@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from overspill.gguf.source import ModelSource
-from overspill.llm import machine_for, understand
+from overspill.llm import machine_for
 from overspill.models.check import understand
 from overspill.models.describe import model_shape
 from overspill.options import options_from

@@ -1,7 +1,7 @@
-"""What every architecture shares: hyper-parameters, tensor lists, a layer's weights, and the model contract.
+"""What every model shares: a layer's weights, and the contract.
 
-An architecture is one module with `read_hparams(keys)`, `tensors(hparams)` and `Model`; `models.registry` names it.
-A model is tensor functions only. Its contract is five steps, and `pipeline.split` cuts the work at the same names:
+A model is tensor functions only; hyper-parameters and tensor lists are data and lie in `models.specs`. The contract is
+five steps, and `pipeline.split` cuts the work at the same names:
 
     embed(ids) -> x            token ids to hidden states
     attend(i, x, cache, view)  attention of layer i, residual included
@@ -17,90 +17,18 @@ Each layer's weights are bound to a device by the loader; a model never asks whi
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 
 from overspill.cache.cells import Segment
 from overspill.cache.kv import KvCache
-from overspill.errors import UserError
-from overspill.gguf.keys import Keys
 from overspill.kernels import Ops
-from overspill.models.rope import RopeParams
+from overspill.models.specs.base import HParams, TensorSpec
 from overspill.quant.experts import ExpertWeights
 from overspill.quant.qtensor import QTensor
 
-
-class TensorSpec(NamedTuple):
-    """A tensor an architecture reads: GGUF name, shape in torch order, and whether a file may lack it."""
-
-    name: str
-    shape: tuple[int, ...]
-    is_required: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class HParams:
-    """Hyper-parameters of a decoder; an architecture with more of them derives from it."""
-
-    arch: str
-    n_layer: int
-    n_embd: int
-    n_vocab: int
-    n_ctx_train: int
-    n_head: int
-    n_head_kv: int
-    head_dim: int
-    n_ff: int
-    n_expert: int
-    n_expert_used: int
-    n_ff_exp: int
-    rms_eps: float
-    rope: RopeParams
-
-    @property
-    def kv_dim(self) -> int:
-        """Values of K (and of V) per token and layer."""
-        return self.n_head_kv * self.head_dim
-
-    def is_moe(self, i_layer: int) -> bool:
-        """Whether the layer has routed experts."""
-        return self.n_expert > 0
-
-
-def read_hparams(keys: Keys) -> HParams:
-    """The keys that all decoders share, checked; see the GGUF architecture keys."""
-    a = keys.scoped(keys.arch)
-    n_embd, n_head = a.u32("embedding_length"), a.u32("attention.head_count")
-    if n_head < 1:
-        raise UserError(f"{keys.arch}.attention.head_count is 0: an attention layer needs at least one head")
-    head_dim = a.u32("attention.key_length", default=n_embd // n_head)
-    n_expert, n_used = a.u32("expert_count", default=0), a.u32("expert_used_count", default=0)
-    if n_expert and not 0 < n_used <= n_expert:
-        raise UserError(f"{keys.arch}.expert_used_count is {n_used}: must be from 1 to expert_count, {n_expert}")
-    return HParams(
-        arch=keys.arch,
-        n_layer=a.u32("block_count"),
-        n_embd=n_embd,
-        n_vocab=_n_vocab(keys),
-        n_ctx_train=a.u32("context_length"),
-        n_head=n_head,
-        n_head_kv=a.u32("attention.head_count_kv", default=n_head),
-        head_dim=head_dim,
-        n_ff=a.u32("feed_forward_length", default=0),
-        n_expert=n_expert,
-        n_expert_used=n_used,
-        n_ff_exp=a.u32("expert_feed_forward_length", default=a.u32("feed_forward_length", default=0)),
-        rms_eps=a.f32("attention.layer_norm_rms_epsilon"),
-        rope=RopeParams.from_keys(a, head_dim),
-    )
-
-
-def _n_vocab(keys: Keys) -> int:
-    if "tokenizer.ggml.tokens" in keys:
-        return len(keys.texts("tokenizer.ggml.tokens"))
-    return keys.u32(f"{keys.arch}.vocab_size")
+__all__ = ["Block", "HParams", "Model", "Routing", "TensorSpec", "UbatchView", "forward", "forward_layer"]
 
 
 class Block:

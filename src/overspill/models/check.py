@@ -3,13 +3,44 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
 
 from overspill.errors import UserError
+from overspill.gguf.source import ModelSource
 from overspill.gguf.tensors import TensorInfo
-from overspill.models.base import TensorSpec
+from overspill.models.registry import Architecture, architecture
+from overspill.models.specs.base import HParams, TensorSpec
 
 _log = logging.getLogger(__name__)
+
+
+class Understood(NamedTuple):
+    """A source as a model: its architecture, hyper-parameters, and the tensors to load."""
+
+    architecture: Architecture
+    hparams: HParams
+    specs: list[TensorSpec]
+
+
+def understand(source: ModelSource) -> Understood:
+    """Everything that can be known without reading a weight, checked. `UserError` begins with the source's name."""
+    with errors_name(source):
+        arch = architecture(source.keys.arch)
+        hparams = arch.read_hparams(source.keys)
+        return Understood(arch, hparams, check_tensors(arch.tensors(hparams), source.tensors))
+
+
+@contextmanager
+def errors_name(source: ModelSource) -> Iterator[None]:
+    """Make every `UserError` inside begin with the source's name, unless it does."""
+    try:
+        yield
+    except UserError as error:
+        if str(error).startswith(source.name):
+            raise
+        raise UserError(f"{source.name}: {error}") from None
 
 
 def check_tensors(specs: Iterable[TensorSpec], tensors: Mapping[str, TensorInfo]) -> list[TensorSpec]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from overspill.gguf.tensors import TensorInfo
-from overspill.models.base import HParams, TensorSpec
+from overspill.models.specs.base import HParams, TensorSpec
 from overspill.placement.shape import ModelShape, Role, role_of, sized_tensors
 
 KV_VALUE_BYTES = 4

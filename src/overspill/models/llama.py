@@ -2,32 +2,7 @@
 
 from __future__ import annotations
 
-from overspill.gguf.keys import Keys
-from overspill.models import base
-from overspill.models.base import HParams, TensorSpec
-from overspill.models.transformer import (
-    Transformer,
-    attention_tensors,
-    dense_tensors,
-    expert_tensors,
-    global_tensors,
-    qkv_biases,
-)
-
-
-def read_hparams(keys: Keys) -> HParams:
-    """Llama's keys are the common ones."""
-    return base.read_hparams(keys)
-
-
-def tensors(hp: HParams) -> list[TensorSpec]:
-    """Every tensor of the architecture."""
-    specs = [*global_tensors(hp), TensorSpec("rope_freqs.weight", (hp.rope.n_rot // 2,), is_required=False)]
-    for i in range(hp.n_layer):
-        specs += attention_tensors(hp, i) + qkv_biases(hp, i, is_required=False)
-        specs.append(TensorSpec(f"blk.{i}.attn_output.bias", (hp.n_embd,), is_required=False))
-        specs += expert_tensors(hp, i) if hp.is_moe(i) else dense_tensors(hp, i)
-    return specs
+from overspill.models.transformer import Transformer
 
 
 class Model(Transformer):

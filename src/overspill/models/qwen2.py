@@ -2,23 +2,7 @@
 
 from __future__ import annotations
 
-from overspill.gguf.keys import Keys
-from overspill.models import base
-from overspill.models.base import HParams, TensorSpec
-from overspill.models.transformer import Transformer, attention_tensors, dense_tensors, global_tensors, qkv_biases
-
-
-def read_hparams(keys: Keys) -> HParams:
-    """Qwen2's keys are the common ones."""
-    return base.read_hparams(keys)
-
-
-def tensors(hp: HParams) -> list[TensorSpec]:
-    """Every tensor of the architecture."""
-    specs = global_tensors(hp)
-    for i in range(hp.n_layer):
-        specs += attention_tensors(hp, i) + qkv_biases(hp, i, is_required=True) + dense_tensors(hp, i)
-    return specs
+from overspill.models.transformer import Transformer
 
 
 class Model(Transformer):

@@ -1,0 +1,118 @@
+"""Hyper-parameters and tensor lists that architectures share.
+
+An architecture is a module with `read_hparams(keys)` and `tensors(hparams)`. What a file may get wrong is found here,
+with the key's full name; whoever opened the file puts its path in front (`models.check.understand`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from overspill.errors import UserError
+from overspill.gguf.keys import Keys
+from overspill.models.specs.rope import RopeParams
+
+MAX_LAYERS = 4096  # thirty times the deepest model there is; a damaged count must not cost memory
+
+
+class TensorSpec(NamedTuple):
+    """A tensor an architecture reads: GGUF name, shape in torch order, and whether a file may lack it."""
+
+    name: str
+    shape: tuple[int, ...]
+    is_required: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class HParams:
+    """Hyper-parameters of a decoder; an architecture with more of them derives from it."""
+
+    arch: str
+    n_layer: int
+    n_embd: int
+    n_vocab: int
+    n_ctx_train: int
+    n_head: int
+    n_head_kv: int
+    head_dim: int
+    n_ff: int
+    n_expert: int
+    n_expert_used: int
+    n_ff_exp: int
+    rms_eps: float
+    rope: RopeParams
+
+    @property
+    def kv_dim(self) -> int:
+        """Values of K (and of V) per token and layer."""
+        return self.n_head_kv * self.head_dim
+
+    def is_moe(self, i_layer: int) -> bool:
+        """Whether the layer has routed experts."""
+        return self.n_expert > 0
+
+
+def read_hparams(keys: Keys) -> HParams:
+    """The keys that all decoders share, checked; see the GGUF architecture keys."""
+    a = keys.scoped(keys.arch)
+    n_layer, n_embd = at_least_one(a, "block_count"), at_least_one(a, "embedding_length")
+    if n_layer > MAX_LAYERS:
+        raise UserError(f"{a.full_name('block_count')} is {n_layer}: at most {MAX_LAYERS} layers are possible")
+    n_head, n_head_kv = _head_counts(a)
+    head_dim = a.u32("attention.key_length", default=n_embd // n_head)
+    n_expert, n_expert_used = _expert_counts(a)
+    return HParams(
+        arch=keys.arch,
+        n_layer=n_layer,
+        n_embd=n_embd,
+        n_vocab=_n_vocab(keys),
+        n_ctx_train=at_least_one(a, "context_length"),
+        n_head=n_head,
+        n_head_kv=n_head_kv,
+        head_dim=head_dim,
+        n_ff=a.u32("feed_forward_length", default=0),
+        n_expert=n_expert,
+        n_expert_used=n_expert_used,
+        n_ff_exp=a.u32("expert_feed_forward_length", default=a.u32("feed_forward_length", default=0)),
+        rms_eps=a.f32("attention.layer_norm_rms_epsilon"),
+        rope=RopeParams.from_keys(a, head_dim),
+    )
+
+
+def at_least_one(a: Keys, name: str) -> int:
+    """A count that cannot be 0."""
+    n = a.u32(name)
+    if n == 0:
+        raise UserError(f"{a.full_name(name)} is 0: must be at least 1; convert the model again")
+    return n
+
+
+def require_experts(hp: HParams) -> HParams:
+    """For architectures whose layers have routed experts: there must be some."""
+    if hp.n_expert == 0:
+        raise UserError(f"{hp.arch}.expert_count is 0 or missing: this architecture has routed experts")
+    return hp
+
+
+def _head_counts(a: Keys) -> tuple[int, int]:
+    n_head = at_least_one(a, "attention.head_count")
+    n_head_kv = a.u32("attention.head_count_kv", default=n_head)
+    if n_head_kv == 0 or n_head % n_head_kv:
+        raise UserError(
+            f"{a.full_name('attention.head_count_kv')} is {n_head_kv}: must divide attention.head_count, {n_head}"
+        )
+    return n_head, n_head_kv
+
+
+def _expert_counts(a: Keys) -> tuple[int, int]:
+    n_expert, n_used = a.u32("expert_count", default=0), a.u32("expert_used_count", default=0)
+    if n_expert and not 0 < n_used <= n_expert:
+        raise UserError(f"{a.full_name('expert_used_count')} is {n_used}: must be from 1 to expert_count, {n_expert}")
+    return n_expert, n_used
+
+
+def _n_vocab(keys: Keys) -> int:
+    if "tokenizer.ggml.tokens" in keys:
+        return len(keys.texts("tokenizer.ggml.tokens"))
+    return keys.u32(f"{keys.arch}.vocab_size")

@@ -1,0 +1,21 @@
+"""Qwen3-MoE: Qwen3's attention, every layer with softmax-routed experts whose weights are renormalised."""
+
+from __future__ import annotations
+
+from overspill.gguf.keys import Keys
+from overspill.models.specs import base
+from overspill.models.specs.base import HParams, TensorSpec, require_experts
+from overspill.models.specs.parts import attention_tensors, expert_tensors, global_tensors, head_norms
+
+
+def read_hparams(keys: Keys) -> HParams:
+    """The common keys; experts are required."""
+    return require_experts(base.read_hparams(keys))
+
+
+def tensors(hp: HParams) -> list[TensorSpec]:
+    """Every tensor of the architecture."""
+    specs = global_tensors(hp)
+    for i in range(hp.n_layer):
+        specs += attention_tensors(hp, i) + head_norms(hp, i) + expert_tensors(hp, i)
+    return specs
