@@ -8,7 +8,7 @@ import pytest
 
 from overspill.errors import UserError
 from overspill.options import Options
-from overspill.placement import fit
+from overspill.placement import search
 from overspill.placement.budget import activation_bytes
 from overspill.placement.plan import Placement, place
 from overspill.placement.shape import ModelShape
@@ -65,10 +65,9 @@ def test_equal_slices_when_balanced() -> None:
     shape = make_shape(48, expert_bytes=933 * MIB)
     by_memory = placed(shape, (24, 12), Options())
     balanced = placed(shape, (24, 12), Options(fit="balanced"))
-    assert n_layers(by_memory) == [31, 17]
     assert n_layers(balanced) == [24, 24]
-    assert max(by_memory.upload_bytes) == 8 * 933 * MIB
-    assert max(balanced.upload_bytes) == 14 * 933 * MIB
+    assert balanced.upload_bytes == (0, 14 * 933 * MIB)
+    assert sorted(by_memory.upload_bytes) == [7 * 933 * MIB, 8 * 933 * MIB]
 
 
 def test_balanced_keeps_equal_slices_where_all_is_resident_anyway() -> None:
@@ -310,14 +309,14 @@ def test_not_even_one_expert_fits_the_ring() -> None:
 def test_plans_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A caller tries many candidates: 94 layers on 8 devices take few projections (about 0.1 ms each)."""
     n_calls = 0
-    project = fit.project
+    project = search.project
 
     def counted(*args: object, **sizes: int) -> object:
         nonlocal n_calls
         n_calls += 1
         return project(*args, **sizes)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(fit, "project", counted)
+    monkeypatch.setattr(search, "project", counted)
     shape = make_shape(94, n_lead=3, expert_bytes=2 * GIB, dense_bytes=200 * MIB, n_expert=128, kv_per_cell=4096)
     placed(shape, (24,) * 8, Options())
-    assert 0 < n_calls <= 40
+    assert 0 < n_calls <= 30

@@ -203,5 +203,6 @@ def parsed(flags: tuple[str, ...]) -> Options:
         split_mode=values.get("-sm", "layer"),
         main_gpu=int(values.get("-mg", 0)),
         override_tensor=(values["-ot"],) if "-ot" in values else (),
+        n_cpu_moe=int(values.get("-ncmoe", 0)),
         cpu_moe="-cmoe" in words,
     )

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from overspill.options import Options
-from overspill.placement.fit import Ask, Layout, largest_resident_context
+from overspill.placement.fit import largest_resident_context
 from overspill.placement.machine import Machine
 from overspill.placement.override import Pins, unmet_wishes
+from overspill.placement.search import Ask, Layout
 from overspill.placement.shape import ModelShape
 from overspill.placement.stages import Stages
 

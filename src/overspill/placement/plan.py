@@ -18,11 +18,12 @@ from typing import Final
 from overspill.errors import UserError
 from overspill.options import MIB, Options
 from overspill.placement.budget import DeviceBudget, StagingPlan, activation_bytes
-from overspill.placement.fit import Ask, Layout, fit, literal
+from overspill.placement.fit import fit, literal
 from overspill.placement.machine import Machine
 from overspill.placement.notes import plan_notes
 from overspill.placement.override import Pins, resolve
 from overspill.placement.project import Demand, Share
+from overspill.placement.search import Ask, Layout
 from overspill.placement.shape import ModelShape, Role
 from overspill.placement.stages import Stages, choose_stages
 
@@ -251,4 +252,6 @@ def _literal_flags(options: Options, ask: Ask, layout: Layout, machine: Machine)
         items.append(rf"blk\.({numbers})\.ffn_(gate|up|down|gate_up)(_(ch)?exps|\.[0-9]+)\.weight=CPU")
     if items:
         flags += ["-ot", ",".join(items)]
+    if options.fit == "off" and options.n_cpu_moe:
+        flags += ["-ncmoe", str(options.n_cpu_moe)]
     return (*flags, "-cmoe") if options.cpu_moe else tuple(flags)

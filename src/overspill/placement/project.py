@@ -202,11 +202,18 @@ def _spread_goals(
     leading = range(min(demand.n_cpu_moe, len(layer_device)))
     wanted = sum(1 for l in leading if demand.movable[l] and layer_device[l] != demand.host)
     goals = [len(share.host_layers) for share in shares]
-    for _ in range(wanted - sum(goals)):
-        open_devices = (d for d in range(demand.host) if goals[d] < len(holdings[d].movable))
-        device = min(open_devices, key=lambda d: (goals[d] + len(holdings[d].pinned), d))
-        goals[device] += 1
-    return [(d, goal) for d, goal in enumerate(goals) if goal > len(shares[d].host_layers)]
+    if wanted <= sum(goals):
+        return []
+    # Each further layer of a device is a step at a height; the lowest steps are taken.
+    steps = [
+        (height, d)
+        for d, goal in enumerate(goals)
+        for height in range(goal + len(holdings[d].pinned), len(holdings[d].movable) + len(holdings[d].pinned))
+    ]
+    raised = sorted(steps)[: wanted - sum(goals)]
+    for _, d in raised:
+        goals[d] += 1
+    return [(d, goals[d]) for d in {d for _, d in raised}]
 
 
 def _host_share(demand: Demand, holding: _Holding, shares: Sequence[Share], has_output: bool) -> Share:
