@@ -8,11 +8,14 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from overspill.errors import UserError
+from overspill.gguf.cursor import shown, shown_path
 from overspill.gguf.source import ModelSource
 from overspill.gguf.tensors import TensorInfo
+from overspill.gguf.types import TensorType
 from overspill.models.registry import Architecture, architecture
 from overspill.models.specs.base import HParams, TensorSpec
 
+_NEVER_STORED = (TensorType.Q8_1, TensorType.Q8_K)
 _log = logging.getLogger(__name__)
 
 
@@ -38,9 +41,10 @@ def errors_name(source: ModelSource) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        if str(error).startswith(source.name):
+        name = shown_path(source.name)
+        if str(error).startswith(name):
             raise
-        raise UserError(f"{source.name}: {error}") from None
+        raise UserError(f"{name}: {error}") from None
 
 
 def check_tensors(specs: Iterable[TensorSpec], tensors: Mapping[str, TensorInfo]) -> list[TensorSpec]:
@@ -63,8 +67,8 @@ def _check(spec: TensorSpec, info: TensorInfo) -> None:
     if info.shape != spec.shape:
         what = "the vocabulary size does not match: " if spec.name == "token_embd.weight" else ""
         raise UserError(f"tensor {spec.name}: {what}shape {_gguf(info.shape)}, expected {_gguf(spec.shape)}")
-    if info.type.is_integer:
-        raise UserError(f"tensor {spec.name} is {info.type.name}: no weight can be of an integer type")
+    if info.type.is_integer or info.type in _NEVER_STORED:
+        raise UserError(f"tensor {spec.name} is {info.type.name}, a type no weight can have: convert the model again")
 
 
 def _gguf(shape: tuple[int, ...]) -> str:
@@ -73,4 +77,4 @@ def _gguf(shape: tuple[int, ...]) -> str:
 
 def _some(names: Iterable[str]) -> str:
     ordered = sorted(names)
-    return ", ".join(ordered[:3]) + (", ..." if len(ordered) > 3 else "")
+    return ", ".join(map(shown, ordered[:3])) + (", ..." if len(ordered) > 3 else "")

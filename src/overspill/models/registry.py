@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Protocol, cast
 
 from overspill.errors import UserError
+from overspill.gguf.cursor import shown
 from overspill.gguf.keys import Keys
 from overspill.models.specs import llama, qwen2, qwen3, qwen3moe
 from overspill.models.specs.base import HParams, TensorSpec
@@ -60,7 +61,7 @@ class Architecture:
 def architecture(name: str) -> Architecture:
     """The architecture of a GGUF name, or a `UserError` that lists the supported ones."""
     if name not in _SPECS:
-        raise UserError(f"general.architecture is {name[:60]!r}: not supported (supported: {', '.join(names())})")
+        raise UserError(f"general.architecture is {shown(name)}: not supported (supported: {', '.join(names())})")
     spec = _SPECS[name]
     return Architecture(spec.__name__.rpartition(".")[2], cast(Spec, spec))
 

@@ -115,4 +115,10 @@ def _expert_counts(a: Keys) -> tuple[int, int]:
 def _n_vocab(keys: Keys) -> int:
     if "tokenizer.ggml.tokens" in keys:
         return len(keys.texts("tokenizer.ggml.tokens"))
-    return keys.u32(f"{keys.arch}.vocab_size")
+    n_vocab = keys.u32(f"{keys.arch}.vocab_size", default=0)
+    if n_vocab == 0:
+        raise UserError(
+            f"neither tokenizer.ggml.tokens nor {keys.arch}.vocab_size is there: the file has no tokenizer; convert "
+            "the model again"
+        )
+    return n_vocab

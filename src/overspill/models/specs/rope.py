@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from overspill.errors import UserError
+from overspill.gguf.cursor import shown
 from overspill.gguf.keys import Keys
 
 
@@ -26,7 +27,7 @@ class RopeParams:
         scaling = a.text("rope.scaling.type", default="linear")
         if scaling not in ("none", "linear", "yarn"):
             raise UserError(
-                f"{a.full_name('rope.scaling.type')} is {scaling!r}: only none, linear and yarn are supported"
+                f"{a.full_name('rope.scaling.type')} is {shown(scaling)}: only none, linear and yarn are supported"
             )
         n_rot = a.u32("rope.dimension_count", default=head_dim)
         if n_rot == 0 or n_rot % 2 or n_rot > head_dim:
