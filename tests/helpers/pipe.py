@@ -1,44 +1,69 @@
-"""A fixture model on virtual (or null) devices with a hand-made layout, for tests of the pipeline itself."""
+"""A fixture model on virtual (or null, or no) devices with a hand-made layout, for tests of the pipeline itself."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from random import Random
+from typing import cast
+from unittest.mock import patch
 
 import torch
 
 from overspill.cache.cells import Segment
-from overspill.device.base import Devices
+from overspill.device.base import Buffer, Devices
 from overspill.device.factory import open_devices
+from overspill.device.hazard import Entry
+from overspill.device.null import NullBackend, NullDevice, NullHost, NullLog
+from overspill.device.virtual import VirtualStream
 from overspill.gguf.source import ModelSource
 from overspill.kernels import ref
 from overspill.models.check import check_tensors
 from overspill.models.registry import architecture
+from overspill.pipeline import weights
 from overspill.pipeline.memory import Memory, Sizes
 from overspill.pipeline.runner import Runner
-from overspill.pipeline.schedule import WaveSchedule
-from overspill.pipeline.split import Layout
+from overspill.pipeline.schedule import Order, Policy, WaveSchedule
+from overspill.pipeline.split import Layout, Slab
 from overspill.pipeline.upload import cut_slabs, slot_bytes_for
 from overspill.pipeline.wave import Ubatch, Wave
 from overspill.pipeline.weights import load
 from overspill.pipeline.work import Work
 
+ORDERS_AND_POLICIES = [(order, policy) for order in Order for policy in Policy]
+
+_NULL_BYTES = 1 << 40
+# The real ring would cost most of the time of opening a small model.
+_RING_BYTES = 1 << 16
+
 
 @dataclass(frozen=True)
 class Shape:
-    """A layout to try: devices, grain, experts per staging slot, which layers keep experts on the host."""
+    """A layout to try: devices, grain, experts per staging slot, which layers keep experts on the host.
+
+    host_layers: `all`, `none`, `odd`, `even`, or the layers themselves. No devices: everything on the CPU.
+    """
 
     n_devices: int
     grain: int = 1
     slab_experts: int = 8
-    host_layers: str = "all"
+    host_layers: str | frozenset[int] = "all"
     n_staging: int = 2
     n_layers_on_cpu: int = 0
 
     def is_host(self, i_layer: int) -> bool:
         """Whether the layer's experts stay in host RAM."""
+        if isinstance(self.host_layers, frozenset):
+            return i_layer in self.host_layers
         return {"all": True, "none": False, "odd": i_layer % 2 == 1, "even": i_layer % 2 == 0}[self.host_layers]
+
+    def device_of(self, i_layer: int) -> int:
+        """Where the layer computes; `n_devices` is the host."""
+        if self.n_devices == 0 or i_layer < self.n_layers_on_cpu:
+            return self.n_devices
+        return (i_layer // self.grain) % self.n_devices
 
 
 def expert_bytes(source: ModelSource, i_layer: int) -> list[int]:
@@ -50,9 +75,9 @@ def expert_bytes(source: ModelSource, i_layer: int) -> list[int]:
 def make_layout(source: ModelSource, n_layer: int, n_expert: int, shape: Shape) -> tuple[Layout, tuple[int, ...]]:
     """The layout and the staging slot bytes per device."""
     N = shape.n_devices
-    where = tuple(N if i < shape.n_layers_on_cpu else (i // shape.grain) % N for i in range(n_layer))
+    where = tuple(shape.device_of(i) for i in range(n_layer))
     slot_bytes = [0] * N
-    slabs = []
+    slabs: list[tuple[Slab, ...]] = []
     for i, device in enumerate(where):
         if n_expert == 0 or device == N or not shape.is_host(i):
             slabs.append(())
@@ -64,15 +89,74 @@ def make_layout(source: ModelSource, n_layer: int, n_expert: int, shape: Shape) 
     return Layout(N, where, where[-1], tuple(slabs)), tuple(slot_bytes)
 
 
+def rare_delays(seed: int, *, share: float = 0.25, longest_s: float = 0.0008) -> AbstractContextManager[object]:
+    """While it lasts, virtual streams delay this share of their work and copies (the same ones for the same seed).
+
+    A few long delays change the order of things more than many short ones, and cost less time.
+    """
+    randoms: dict[str, Random] = {}
+
+    def delay(stream: VirtualStream) -> None:
+        name = f"{seed}/{stream.device.name}/{stream.lane}"
+        random = randoms.setdefault(name, Random(name))
+        if random.random() < share:
+            time.sleep(random.uniform(0.0, longest_s))
+
+    return patch.object(VirtualStream, "_delay", delay)
+
+
 @dataclass
 class Pipe:
-    """An assembled pipeline."""
+    """An assembled pipeline. uploaded_bytes and the like are counted from here, loading excepted."""
 
     runner: Runner
     devices: Devices
     layout: Layout
     n_host_expert_bytes: int
     memory: Memory
+    shape: Shape
+
+    def schedule(self, order: Order, policy: Policy = Policy.ALL) -> WaveSchedule:
+        """A schedule that uses the staging slots there are."""
+        return WaveSchedule(order, policy, self.shape.n_staging)
+
+    @property
+    def log(self) -> list[Entry]:
+        """What null devices have written down."""
+        return cast(NullBackend, self.devices.host).log.entries
+
+    def buffers(self, *names: str) -> list[Buffer]:
+        """All buffers of the resources of these names; of every resource when none is given."""
+        resources = self.memory._buffers.items()
+        return [b for key, buffers in resources if not names or cast(tuple[str], key)[0] in names for b in buffers]
+
+    def poison(self) -> None:
+        """Forget everything: what a run does not compute itself is NaN (or id -1)."""
+        self.runner.synchronize_host()
+        for buffer in self.buffers():
+            buffer.raw().reshape(-1).view(torch.uint8).fill_(0xFF)
+
+    def uploaded_bytes(self) -> list[int]:
+        """Per accelerator."""
+        return [device.counters.uploaded_bytes for device in self.devices.accelerators]
+
+
+class ReadableNullHost(NullHost):
+    """A null host with real memory, all zeros at first, so that ids and logits can be read on it."""
+
+    def _new_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+
+def _open(kind: str, n_devices: int, chaos_seed: int | None) -> Devices:
+    if kind == "null":
+        log = NullLog()
+        accelerators = tuple(NullDevice(i, log=log, total_bytes=_NULL_BYTES) for i in range(n_devices))
+        return Devices(accelerators, ReadableNullHost(log=log, total_bytes=_NULL_BYTES))
+    if n_devices == 0:
+        return open_devices("cpu")
+    spec = f"{kind}:{n_devices}"
+    return open_devices(spec, chaos_seed=chaos_seed, thread_init=lambda: torch.set_num_threads(1))
 
 
 @contextmanager
@@ -93,18 +177,17 @@ def pipe(
     hp = arch.read_hparams(source.keys)
     specs = check_tensors(arch.tensors(hp), source.tensors)
     layout, slot_bytes = make_layout(source, hp.n_layer, hp.n_expert, shape)
-    devices = open_devices(
-        f"{kind}:{shape.n_devices}", chaos_seed=chaos_seed, thread_init=lambda: torch.set_num_threads(1)
-    )
+    devices = _open(kind, shape.n_devices, chaos_seed)
     try:
-        loaded = load(source, specs, arch.Model, hp, layout, devices, lambda device: ref.OPS)
+        with patch.object(weights, "_RING_BYTES", _RING_BYTES), rare_delays(0, share=0.0):
+            loaded = load(source, specs, arch.Model, hp, layout, devices, lambda device: ref.OPS)
         memory = Memory(devices, layout, hp, Sizes(n_ubatch, n_ubatches, n_slots, n_cells), slot_bytes, shape.n_staging)
         work = Work(loaded.model, layout, memory, loaded.host_experts, ref.OPS)
         runner = Runner(devices, layout, memory, work, max_in_flight=max_in_flight)
         n_bytes = sum(experts.n_bytes for experts in loaded.host_experts.values())
         for device in devices.all:
             device.reset_counters()
-        yield Pipe(runner, devices, layout, n_bytes, memory)
+        yield Pipe(runner, devices, layout, n_bytes, memory, shape)
     finally:
         devices.close()
 
@@ -120,14 +203,18 @@ def cut_wave(ids: Sequence[int], sizes: Sequence[int], *, first_pos: int = 0, sl
     return Wave(tuple(ubatches))
 
 
-def run_all(pipe: Pipe, ids: Sequence[int], sizes: Sequence[int], schedule: WaveSchedule, n_waves: int) -> torch.Tensor:
-    """Logits `[T, V]` of a prompt that goes through in `n_waves` waves."""
+def cut_waves(ids: Sequence[int], sizes: Sequence[int], n_waves: int) -> list[Wave]:
+    """The same in at most `n_waves` waves, one after the other."""
     per_wave = -(-len(sizes) // n_waves)
-    rows = []
+    waves = []
     first = 0
     for i in range(0, len(sizes), per_wave):
         group = sizes[i : i + per_wave]
-        n = sum(group)
-        rows += pipe.runner.run(cut_wave(ids[first : first + n], group, first_pos=first), schedule)
-        first += n
-    return torch.cat(rows)
+        waves.append(cut_wave(ids[first : first + sum(group)], group, first_pos=first))
+        first += sum(group)
+    return waves
+
+
+def run_all(pipe: Pipe, ids: Sequence[int], sizes: Sequence[int], schedule: WaveSchedule, n_waves: int) -> torch.Tensor:
+    """Logits `[T, V]` of a prompt that goes through in `n_waves` waves."""
+    return torch.cat([rows for wave in cut_waves(ids, sizes, n_waves) for rows in pipe.runner.run(wave, schedule)])

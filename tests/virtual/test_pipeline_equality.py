@@ -1,0 +1,172 @@
+"""The heart: whatever the plan and whatever the timing, logits are those of the plain model, bit for bit.
+
+Cases cover every pair of values of their options; each is run under every order and policy and 20 seeds of random
+delays. Before each run all memory is poisoned, so that nothing is right because an earlier run was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import combinations, product
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from overspill.gguf import open_gguf
+from overspill.kernels import ref
+from overspill.pipeline.schedule import Order, Policy
+from overspill.quant.dequant import dequantize
+from overspill.quant.qtensor import QTensor
+from tests.helpers.covering import covering, pairs_of
+from tests.helpers.pipe import ORDERS_AND_POLICIES, Pipe, Shape, cut_waves, pipe, rare_delays, run_all
+from tests.helpers.plain import DATA, plain_model
+from tests.helpers.reference import reference_logits
+from tests.helpers.tiny_moe import N_EXPERT, N_LAYER, N_VOCAB, tiny_model, tiny_source
+
+N_SEEDS = 20
+CUTS = {"equal": (2, 2, 2), "ragged": (2, 1, 3), "last-of-one": (2, 1), "all-of-one": (1, 1, 1)}
+HOMES = {
+    "all": ("all", 0),
+    "none": ("none", 0),
+    "odd": ("odd", 0),
+    "even": ("even", 0),
+    "layers-on-cpu": ("all", 2),
+}
+OPTIONS: dict[str, tuple[int | str, ...]] = {
+    "n_devices": (1, 2, 3, 4),
+    "grain": (1, 2, "L/N"),
+    "cuts": tuple(CUTS),
+    "n_staging": (2, 3),
+    "slab_experts": (1, 3, N_EXPERT),
+    "homes": tuple(HOMES),
+    "n_waves": (1, 2, 3),
+    "max_in_flight": (1, 2, 7, 64),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One value of each option."""
+
+    n_devices: int
+    grain: int | str
+    cuts: str
+    n_staging: int
+    slab_experts: int
+    homes: str
+    n_waves: int
+    max_in_flight: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.n_devices}dev-grain{self.grain}-{self.cuts}-staging{self.n_staging}-slab{self.slab_experts}-"
+            f"{self.homes}-{self.n_waves}wave-flight{self.max_in_flight}"
+        )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return CUTS[self.cuts]
+
+    @property
+    def shape(self) -> Shape:
+        grain = max(1, N_LAYER // self.n_devices) if self.grain == "L/N" else int(self.grain)
+        host_layers, n_on_cpu = HOMES[self.homes]
+        return Shape(self.n_devices, grain, self.slab_experts, host_layers, self.n_staging, n_on_cpu)
+
+    def schedules(self) -> list[tuple[Order, Policy]]:
+        """Without host experts the policies are the same."""
+        return [(o, p) for o, p in ORDERS_AND_POLICIES if self.homes != "none" or p is Policy.ALL]
+
+    def open(self) -> AbstractContextManager[Pipe]:
+        n_tokens = sum(self.sizes)
+        return pipe(
+            tiny_source(),
+            self.shape,
+            n_ubatch=max(self.sizes),
+            n_ubatches=len(self.sizes),
+            n_cells=n_tokens,
+            max_in_flight=self.max_in_flight,
+        )
+
+
+CASES = [Case(*row) for row in covering(list(OPTIONS.values()), seed=1)]
+
+
+@pytest.fixture
+def quick_dequantize() -> Iterator[None]:
+    """Float32 weights are copied without going through blocks: thousands of waves run in the time of hundreds."""
+
+    def quick(weight: QTensor) -> torch.Tensor:
+        return weight.data.clone().view(torch.float32)
+
+    some = QTensor.from_bytes(torch.arange(48, dtype=torch.uint8), tiny_source().tensors["output.weight"].type, (3, 4))
+    assert torch.equal(quick(some), dequantize(some))
+    with patch.object(ref, "dequantize", quick):
+        yield
+
+
+def test_cases_cover_all_pairs_and_are_at_least_200() -> None:
+    covered = set().union(*(pairs_of(tuple(vars(case).values())) for case in CASES))
+    values = list(OPTIONS.values())
+    wanted = {(i, a, j, b) for i, j in combinations(range(len(values)), 2) for a in values[i] for b in values[j]}
+    assert covered == wanted
+    assert sum(len(case.schedules()) for case in CASES) >= 200
+
+
+@pytest.mark.usefixtures("quick_dequantize")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_logits_are_those_of_the_plain_model(case: Case) -> None:
+    ids = [(7 * i + 3) % N_VOCAB for i in range(sum(case.sizes))]
+    expected = reference_logits(tiny_model(), cut_waves(ids, case.sizes, case.n_waves), n_cells=len(ids))
+    wrong = []
+    with case.open() as p:
+        for seed, (order, policy) in product(range(N_SEEDS), case.schedules()):
+            p.poison()
+            with rare_delays(seed):
+                logits = run_all(p, ids, case.sizes, p.schedule(order, policy), case.n_waves)
+            if not torch.equal(logits, expected):
+                wrong.append(f"seed {seed}, {order}, {policy}: {_first_difference(logits, expected)}")
+    assert wrong == []
+
+
+def _first_difference(logits: torch.Tensor, expected: torch.Tensor) -> str:
+    row = int((logits != expected).any(-1).nonzero()[0])
+    return f"row {row} differs by {(logits - expected)[row].abs().max():.3g}"
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("qwen3moe", Shape(3, grain=1, slab_experts=3)),
+        ("mixtral", Shape(2, grain=2, slab_experts=8, host_layers="odd", n_staging=3)),
+        ("qwen3", Shape(2, grain=1)),
+        ("llama", Shape(2, grain=2, n_layers_on_cpu=1)),
+    ],
+)
+def test_fixture_models(name: str, shape: Shape, seed: int) -> None:
+    """Models of real architectures and longer delays; two of them have no experts."""
+    source = open_gguf(DATA / "models" / f"{name}.gguf")
+    ids, sizes = [(11 * i + 5) % 500 for i in range(19)], (8, 8, 3)
+    model = plain_model(source)
+    expected = reference_logits(model, cut_waves(ids, sizes, 1), n_cells=len(ids))
+    policies = Policy if model.hparams.n_expert else [Policy.ALL]
+    with pipe(source, shape, n_ubatch=8, n_ubatches=3, n_cells=len(ids), chaos_seed=seed) as p:
+        for order, policy in ((o, q) for o in Order for q in policies):
+            p.poison()
+            logits = run_all(p, ids, sizes, p.schedule(order, policy), 1)
+            assert torch.equal(logits, expected), (order, policy)
+
+
+def test_everything_on_the_cpu() -> None:
+    """No accelerator at all: the same schedules on streams that compute in place."""
+    ids, sizes = [(7 * i + 3) % N_VOCAB for i in range(7)], (3, 3, 1)
+    expected = reference_logits(tiny_model(), cut_waves(ids, sizes, 1), n_cells=len(ids))
+    with pipe(tiny_source(), Shape(0), n_ubatch=3, n_ubatches=3, n_cells=len(ids)) as p:
+        for order, policy in ORDERS_AND_POLICIES:
+            p.poison()
+            assert torch.equal(run_all(p, ids, sizes, p.schedule(order, policy), 1), expected)
+        assert p.devices.host.counters.uploaded_bytes == 0
