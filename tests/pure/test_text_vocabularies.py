@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,27 @@ def test_every_pre_tokenizer_gives_the_ids_of_llama_cpp_or_of_the_model_itself(o
     assert [plain_ids(tokenizer, text) for text, _ in cases] == expected
     assert all(own[i] != cases[i][1] for i in own), "a listed difference that is none"
     assert [tokenizer.decode(ids) for ids in expected] == [text for text, _ in cases]
+
+
+RULES = sorted({rule.patterns: name for name, rule in PRE_TOKENIZERS.items()}.values())
+RUNS = (
+    " " * 30_000 + "x",
+    "1" * 30_000 + "x",
+    "aÉ" * 15_000,
+    "\n " * 15_000,
+    "e\u0301" * 15_000,
+    "a " * 15_000,
+    "'" * 30_000,
+)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_long_runs_take_no_quadratic_time(name, tmp_path):
+    tokenizer = Tokenizer.from_keys(keys_of(tiny().with_key(T + "pre", string(name)), tmp_path))
+    started = time.thread_time()
+    for text in RUNS:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert time.thread_time() - started < 10
 
 
 def test_ignoring_merges_changes_nothing_for_a_vocabulary_its_merges_can_reach(tmp_path):

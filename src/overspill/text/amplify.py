@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import BuiltinMethodType
 from typing import Any
 
-from overspill.text.budget import OverBudget, current
+from overspill.text.budget import ITEM_CHARS, OverBudget, current
 
 MAX_BITS = 4096
 MAX_WIDTH = 1000
@@ -37,7 +37,7 @@ _WIDE = {"%": re.compile(r"%[^a-zA-Z%]*(\*|\d{4})"), "{": re.compile(r"\{[^{}]*:
 def check_operands(operator: str, left: Any, right: Any) -> None:
     """Before `left operator right`."""
     if operator == "+" and isinstance(left, (str, list, tuple)) and isinstance(right, (str, list, tuple)):
-        current().check_size(len(left) + len(right))
+        current().make((len(left) + len(right)) * _unit(left))
     elif operator == "*":
         _check_product(left, right)
         _check_product(right, left)
@@ -51,9 +51,13 @@ def _check_product(value: Any, factor: Any) -> None:
     if not isinstance(factor, int):
         return
     if isinstance(value, (str, list, tuple)):
-        current().check_size(len(value) * max(factor, 0))
+        current().make(len(value) * max(factor, 0) * _unit(value))
     elif isinstance(value, int):
         _check_bits(value.bit_length() + factor.bit_length())
+
+
+def _unit(value: Any) -> int:
+    return 1 if isinstance(value, str) else ITEM_CHARS
 
 
 def _check_bits(n_bits: int) -> None:
@@ -67,14 +71,14 @@ def check_format(text: str, mark: str, args: Sequence[Any], kwargs: Mapping[str,
         raise OverBudget(f"formats to a width of {MAX_WIDTH} or more")
     budget = current()
     n_chars = budget.weigh(*args, *kwargs.values())
-    budget.check_size(len(text) + text.count(mark) * (n_chars + MAX_WIDTH))
+    budget.make(len(text) + text.count(mark) * (n_chars + MAX_WIDTH))
 
 
 def checked_arguments(method: BuiltinMethodType, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Before a method of a built-in type; an iterator among the arguments comes back as a list."""
     owner, budget = method.__self__, current()
     if isinstance(owner, str) and method.__name__ == "join" and len(args) == 1:
-        items = list(budget.each(args[0]))
+        items = budget.gathered(args[0])
         check_join(owner, items)
         return (items,)
     if isinstance(owner, str) and method.__name__ == "replace":
@@ -86,12 +90,12 @@ def checked_arguments(method: BuiltinMethodType, args: tuple[Any, ...]) -> tuple
 
 def check_join(separator: str, items: Sequence[Any]) -> None:
     budget = current()
-    budget.check_size(budget.weigh(*items) + len(separator) * len(items))
+    budget.make(budget.weigh(*items) + len(separator) * len(items))
 
 
 def check_replace(text: str, args: Sequence[Any]) -> None:
     if len(args) >= 2 and isinstance(args[0], str) and isinstance(args[1], str):
-        current().check_size(len(text) + text.count(args[0]) * len(args[1]))
+        current().make(len(text) + text.count(args[0]) * len(args[1]))
 
 
 def spelled_out(items: Iterable[Any]) -> str:

@@ -39,19 +39,25 @@ def probe_shape(source: str, render: Callable[[list[Message]], str]) -> Shape:
         except UserError:
             return ""
 
-    user = {"role": "user", "content": _NEEDLE}
-    as_text = attempt(user)
-    as_parts = attempt(user | {"content": [{"type": "text", "text": _NEEDLE}]})
-    with_system = attempt({"role": "system", "content": _NEEDLE}, user | {"content": "hello"})
-    with_object = attempt({"role": "user", "content": "hello"}, *_call_with({"key": _NEEDLE}))
-    takes_text = _NEEDLE in as_text
+    def said(text: str, role: str = "user") -> Message:
+        return {"role": role, "content": text if takes_text else _parts((text,))}
+
+    as_text = attempt({"role": "user", "content": _NEEDLE})
+    as_parts = attempt({"role": "user", "content": _parts((_NEEDLE,))})
+    takes_text = _NEEDLE in as_text or _NEEDLE not in as_parts
+    with_system = attempt(said(_NEEDLE, "system"), said("hello"))
+    with_object = attempt(said("hello"), *_call_with({"key": _NEEDLE}))
     return Shape(
         takes_text=takes_text,
-        takes_parts=as_parts == as_text if takes_text else _NEEDLE in as_parts,
+        takes_parts=as_parts == as_text if _NEEDLE in as_text else not takes_text,
         takes_system=_NEEDLE in with_system,
         takes_developer="developer" in source,
         wants_objects=_NEEDLE in with_object and "{'key'" not in with_object,
     )
+
+
+def _parts(texts: Sequence[str]) -> list[Message]:
+    return [{"type": "text", "text": text} for text in texts]
 
 
 def _call_with(arguments: object) -> tuple[Message, Message]:
@@ -95,15 +101,15 @@ def _normal(message: Any, where: str, shape: Shape) -> Message:
 
 
 def _content(content: Any, where: str, shape: Shape, is_user: bool) -> str | list[Message]:
-    """Text, or parts where the template takes them; only the parts of a user are worth keeping apart."""
+    """Text, or parts where the template takes nothing else or the client sent them for a user."""
     if isinstance(content, list):
         texts = [_part_text(part, f"{where}[{i}]") for i, part in enumerate(content)]
     elif isinstance(content, str):
         texts = [content]
     else:
         raise UserError(f"{where} is neither text nor a list of parts")
-    if is_user and (not shape.takes_text or (shape.takes_parts and isinstance(content, list))):
-        return [{"type": "text", "text": text} for text in texts]
+    if not shape.takes_text or (is_user and shape.takes_parts and isinstance(content, list)):
+        return _parts(texts)
     return "\n".join(texts)
 
 
@@ -122,11 +128,14 @@ def _call(call: Message, shape: Shape) -> Message:
 
 
 def _with_arguments(function: Message, shape: Shape) -> Message:
-    arguments = function.get("arguments")
-    if not shape.wants_objects:
-        is_text = isinstance(arguments, str) and arguments.strip()
-        return function | {"arguments": arguments if is_text else json.dumps(arguments or {}, ensure_ascii=False)}
-    return function | {"arguments": _object(arguments)}
+    arguments = _object(function.get("arguments")) if shape.wants_objects else _json_text(function.get("arguments"))
+    return function | {"arguments": arguments}
+
+
+def _json_text(arguments: Any) -> str:
+    if isinstance(arguments, str) and arguments.strip():
+        return arguments
+    return "{}" if arguments is None or isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _object(arguments: Any) -> Any:
@@ -160,5 +169,5 @@ def _prefixed(message: Message, texts: Sequence[str]) -> Message:
         return message
     content = message["content"]
     if isinstance(content, list):
-        return message | {"content": [*({"type": "text", "text": text} for text in texts), *content]}
+        return message | {"content": [*_parts(texts), *content]}
     return message | {"content": "\n".join((*texts, content))}

@@ -41,6 +41,7 @@ from overspill.text.amplify import (
 from overspill.text.budget import Limits, OverBudget, current, spending
 
 MAX_SOURCE_CHARS = 1 << 20
+MAX_INDENT = 16
 DEFAULT_LIMITS = Limits()
 
 
@@ -101,6 +102,10 @@ class _Metered(NodeTransformer):
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
         return _filtered(nodes.List(node.nodes, lineno=node.lineno), "concat__")
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        self.generic_visit(node)
+        return _filtered(node, "made__") if isinstance(node.arg, nodes.Slice) else node
 
     def visit_List(self, node: nodes.List) -> nodes.Node:
         return self._weighed(node, node.items)
@@ -172,10 +177,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
             budget.write(self._n_macro_chars)
         elif isinstance(obj, BuiltinMethodType):
             args = checked_arguments(obj, args)
-        result = super().call(context, obj, *args, **kwargs)
-        if isinstance(result, str):
-            budget.check_size(len(result))
-        return result
+        return budget.made(super().call(context, obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         current().step()
@@ -211,35 +213,55 @@ _FILTERS = (
     *("list", "lower", "map", "max", "min", "reject", "rejectattr", "reverse", "round", "select", "selectattr", "sort"),
     *("title", "trim", "unique", "upper"),
 )
-_WEIGHED_FILTERS = ("string", "sum", "groupby")
 
 
 def _filters() -> dict[str, Callable[..., Any]]:
     """The filters that templates use, those that can amplify with a check in front; no HTML."""
     table = {name: filters.FILTERS[name] for name in _FILTERS}
-    table |= {name: _weighed(filters.FILTERS[name]) for name in _WEIGHED_FILTERS}
-    own = {"join": _join, "replace": _replace, "indent": _indent, "tojson": _to_json, "from_json": _from_json}
-    metering = {"each__": _each, "concat__": spelled_out, "weighed__": _weighed(lambda value: value), "safe": str}
-    return table | own | metering
+    table |= {"safe": str, "join": _join, "replace": _replace, "indent": _indent}
+    table |= {"tojson": _to_json, "from_json": json.loads, "concat__": spelled_out, "weighed__": _weighed}
+    table |= {name: _on_weighed(filters.FILTERS[name]) for name in ("string", "sum", "groupby")}
+    return {name: _charged(function) for name, function in table.items()} | {"each__": _each, "made__": _made}
+
+
+def _charged(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The filter on a list in place of an iterator, its result charged."""
+
+    @wraps(function)
+    def charged(*args: Any, **kwargs: Any) -> Any:
+        budget = current()
+        budget.step()
+        args = tuple(budget.gathered(arg) if isinstance(arg, Iterator) else arg for arg in args)
+        return budget.made(function(*args, **kwargs))
+
+    return charged
+
+
+def _on_weighed(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def on_weighed(*args: Any, **kwargs: Any) -> Any:
+        current().weigh(*args)
+        return function(*args, **kwargs)
+
+    return on_weighed
 
 
 def _each(items: Any, n_chars: int) -> Iterator[Any]:
     return current().each(items, n_chars)
 
 
-def _weighed(function: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(function)
-    def weighed(*args: Any) -> Any:
-        args = tuple(list(current().each(arg)) if isinstance(arg, Iterator) else arg for arg in args)
-        current().weigh(*args)
-        return function(*args)
+def _made(value: Any) -> Any:
+    return current().made(value)
 
-    return weighed
+
+def _weighed(value: Any) -> Any:
+    current().weigh(value)
+    return value
 
 
 @pass_eval_context
 def _join(context: nodes.EvalContext, value: Any, d: Any = "", attribute: str | int | None = None) -> str:
-    items = list(current().each(value))
+    items = current().gathered(value)
     check_join(str(d), items)
     return str(filters.FILTERS["join"](context, items, d, attribute))
 
@@ -252,7 +274,7 @@ def _replace(context: nodes.EvalContext, s: str, old: str, new: str, count: int 
 
 def _indent(s: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
     n_width = width if isinstance(width, int) else len(width)
-    current().check_size(len(s) + n_width * (s.count("\n") + 1))
+    current().make(len(s) + n_width * (s.count("\n") + 1))
     return filters.do_indent(s, width, first, blank)
 
 
@@ -269,13 +291,11 @@ def _to_json(
     encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     if indent is None:
         return encoder.encode(value)
+    if not isinstance(indent, int) or indent > MAX_INDENT:
+        raise OverBudget(f"indents JSON by more than {MAX_INDENT} spaces")
     parts: list[str] = []
     for part in encoder.iterencode(value):
         budget.step()
-        budget.write(len(part))
+        budget.make(len(part))
         parts.append(part)
     return "".join(parts)
-
-
-def _from_json(text: str) -> Any:
-    return json.loads(text)
