@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -215,21 +215,37 @@ def trace(
     out: Annotated[Path, typer.Option("--output", "-o", help="PNG to write")],
 ) -> None:
     """Draw a trace: one row per device and stream."""
+    from overspill.commands.files import check_writable
     from overspill.pipeline.trace import draw_trace
 
+    if out.suffix.lower() != ".png":
+        raise UserError(f"-o {out}: give a name that ends in .png")
+    check_writable("-o", out)
     draw_trace(file, out)
+
+
+# The parser's base class of everything that can be wrong with a command line; typer shows only its descendants.
+_BadCommandLine: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 def main() -> None:
     """Entry point of the `overspill` command."""
     logging.basicConfig(level=logging.WARNING, format="overspill: %(levelname)s: %(message)s", stream=sys.stderr)
     try:
-        app()
+        code = app(args=sys.argv[1:] or ["--help"], prog_name="overspill", standalone_mode=False)
     except UserError as error:
-        print(f"overspill: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        _refuse(str(error))
+    except _BadCommandLine as error:
+        message = " ".join(error.format_message().split()).rstrip(".")  # type: ignore[attr-defined]
+        _refuse(f"{message}; see overspill --help")
     except BrokenPipeError:
         raise SystemExit(141) from None
+    raise SystemExit(code)
+
+
+def _refuse(message: str) -> NoReturn:
+    print(f"overspill: error: {message}", file=sys.stderr)
+    raise SystemExit(2) from None
 
 
 if __name__ == "__main__":

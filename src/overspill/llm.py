@@ -12,7 +12,6 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import cached_property
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -29,7 +28,7 @@ from overspill.errors import UserError
 from overspill.gguf import open_gguf
 from overspill.gguf.source import ModelSource
 from overspill.kernels import Ops, cpu
-from overspill.models.check import understand
+from overspill.models.check import has_tokenizer, tokenizer_of, understand
 from overspill.models.describe import model_shape
 from overspill.options import Options, options_from
 from overspill.pipeline.choose import choose
@@ -71,6 +70,7 @@ class LLM:
         self.n_threads = self.options.threads or len(os.sched_getaffinity(0))
         self.source: ModelSource = open_gguf(model) if isinstance(model, str | os.PathLike) else model
         arch, self.hparams, specs = understand(self.source)
+        self._tokenizer = tokenizer_of(self.source) if has_tokenizer(self.source) else None
         shape = model_shape(self.source.name, self.hparams, specs, self.source.tensors)
         done = _counter(progress, shape.total_bytes)
         with ExitStack() as on_failure:
@@ -112,10 +112,10 @@ class LLM:
 
     # --- text in, text out
 
-    @cached_property
+    @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer; `UserError` when the file has none (token ids still work)."""
-        return Tokenizer.from_keys(self.source.keys)
+        return self._tokenizer or tokenizer_of(self.source)
 
     def generate(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, stop: Sequence[str] = ()
@@ -135,15 +135,14 @@ class LLM:
                 elif isinstance(event, DoneEvent):
                     done = event
         if done.reason == "error":
-            raise RuntimeError(done.message)
+            raise RuntimeError(f"{self.source.name}: {done.message}")
         return Completion("".join(pieces) + text.finish(), tokens, len(ids), done.reason, done.timings)
 
     # --- ids in, events out: the door for server, command line and benchmark
 
     def request(self, ids: Sequence[int], params: SamplingParams | None = None) -> Request:
         """A request for `submit`, with the model's own end tokens."""
-        has_text = "tokenizer.ggml.tokens" in self.source.keys
-        ends = self.tokenizer.eos_ids if has_text else frozenset[int]()
+        ends = frozenset[int]() if self._tokenizer is None else self._tokenizer.eos_ids
         return Request(f"r{next(self._numbers)}", tuple(ids), params or SamplingParams(), ends)
 
     def submit(self, request: Request) -> EventStream:

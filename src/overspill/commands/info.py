@@ -11,12 +11,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from overspill.errors import UserError
 from overspill.gguf import GgufFile, Keys, open_gguf
-from overspill.models.check import errors_name, understand
+from overspill.models.check import tokenizer_of, understand
 from overspill.models.registry import names
 from overspill.placement.shape import Role, role_of
-from overspill.text.tokenizer import Tokenizer
 
 _COUNTS = {
     "n_layer": "block_count",
@@ -157,18 +155,10 @@ def check_file(path: Path) -> str:
     Checked: container, metadata, hyper-parameters, every tensor's presence, shape, type and place, and the tokenizer.
     """
     with open_gguf(path) as file:
-        understood = understand(file)
-        with errors_name(file):
-            tokenizer = _built_tokenizer(file.keys)
+        understood, tokenizer = understand(file), tokenizer_of(file)
         hp, n_parts = understood.hparams, len(file.paths)
         experts = f", {hp.n_expert} experts" if hp.n_expert else ""
         return (
             f"{file.name}: ok: {hp.arch}, {hp.n_layer} layers{experts}, {len(understood.specs)} tensors of "
             f"{_size(file.n_bytes)} in {n_parts} file{'s' if n_parts > 1 else ''}, {tokenizer.n_vocab} tokens"
         )
-
-
-def _built_tokenizer(keys: Keys) -> Tokenizer:
-    if "tokenizer.ggml.model" not in keys:
-        raise UserError("has no tokenizer (tokenizer.ggml.model is missing): only token ids can go in and out")
-    return Tokenizer.from_keys(keys)

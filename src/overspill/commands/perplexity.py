@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from overspill.commands.files import open_for_text
 from overspill.commands.screen import bar, loading_bar
 from overspill.errors import UserError
 from overspill.llm import LLM
@@ -20,8 +21,9 @@ def measure_perplexity(
     model: Path, text: str, *, n_tokens: int | None, as_json: bool, options: Mapping[str, Any]
 ) -> str:
     """Perplexity of a text over its tokens: one line, or JSON with the loss of every token."""
+    source = open_for_text(model)
     with loading_bar() as progress:
-        llm = LLM(model, progress=progress, **options)
+        llm = LLM(source, progress=progress, **options)
     with llm:
         ids = llm.tokenizer.encode(text)[:n_tokens]
         losses = token_losses(llm, ids)

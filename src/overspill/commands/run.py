@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from overspill.commands.files import check_writable, open_for_text
 from overspill.commands.screen import bar, loading_bar
 from overspill.engine.request import DoneEvent, ProgressEvent, SamplingParams, Timings, TokenEvent
 from overspill.errors import UserError
@@ -18,6 +19,7 @@ from overspill.pipeline.trace import write_trace
 from overspill.placement.report import as_dict, report
 from overspill.text.chat import ChatTemplate
 from overspill.text.stream import TextStream
+from overspill.text.tokenizer import Tokenizer
 
 
 @dataclass
@@ -41,10 +43,14 @@ def run_prompt(
     options: Mapping[str, Any],
 ) -> None:
     """Load, answer, print. The text goes to stdout as it comes; with `as_json`, one JSON object at the end."""
+    source = open_for_text(model)
+    template = ChatTemplate.from_keys(source.keys) if is_chat else None
+    if "trace" in options:
+        check_writable("--trace", Path(options["trace"]))
     with ExitStack() as stack:
         with loading_bar() as progress:
-            llm = stack.enter_context(LLM(model, progress=progress, **options))
-        ids = _chat_ids(llm, prompt) if is_chat else llm.tokenizer.encode(prompt)
+            llm = stack.enter_context(LLM(source, progress=progress, **options))
+        ids = llm.tokenizer.encode(prompt) if template is None else _chat_ids(llm.tokenizer, template, prompt)
         if llm.options.trace is not None:
             llm.start_trace()
         answer = _answer(llm, ids, params, stop, is_quiet=as_json)
@@ -57,10 +63,9 @@ def run_prompt(
             print(_summary(llm, answer), file=sys.stderr)
 
 
-def _chat_ids(llm: LLM, prompt: str) -> list[int]:
-    template = ChatTemplate.from_keys(llm.source.keys)
+def _chat_ids(tokenizer: Tokenizer, template: ChatTemplate, prompt: str) -> list[int]:
     messages = [{"role": "user", "content": prompt}]
-    return llm.tokenizer.encode_marked(template.render_marked(messages, special_texts=llm.tokenizer.special_texts))
+    return tokenizer.encode_marked(template.render_marked(messages, special_texts=tokenizer.special_texts))
 
 
 def _answer(llm: LLM, ids: Sequence[int], params: SamplingParams, stop: Sequence[str], *, is_quiet: bool) -> _Answer:
@@ -87,7 +92,7 @@ def _answer(llm: LLM, ids: Sequence[int], params: SamplingParams, stop: Sequence
                 case DoneEvent():
                     answer.finish_reason, answer.timings = event.reason, event.timings
                     if event.reason == "error":
-                        raise UserError(event.message)
+                        raise UserError(f"{llm.source.name}: {event.message}")
     show(text.finish())
     return answer
 

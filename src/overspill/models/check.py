@@ -1,4 +1,4 @@
-"""Does a file hold what its architecture needs? Names, shapes and types, before a byte of weights is read."""
+"""Does a file hold what its architecture and its tokenizer need? Known before a byte of weights is read."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from overspill.gguf.tensors import TensorInfo
 from overspill.gguf.types import TensorType
 from overspill.models.registry import Architecture, architecture
 from overspill.models.specs.base import HParams, TensorSpec
+from overspill.text.tokenizer import Tokenizer
 
 _NEVER_STORED = (TensorType.Q8_1, TensorType.Q8_K)
 _log = logging.getLogger(__name__)
@@ -33,6 +34,25 @@ def understand(source: ModelSource) -> Understood:
         arch = architecture(source.keys.arch)
         hparams = arch.read_hparams(source.keys)
         return Understood(arch, hparams, check_tensors(arch.tensors(hparams), source.tensors))
+
+
+def has_tokenizer(source: ModelSource) -> bool:
+    """Whether text can go in and out; token ids always can."""
+    return "tokenizer.ggml.model" in source.keys
+
+
+def tokenizer_of(source: ModelSource) -> Tokenizer:
+    """The model's tokenizer. `UserError` when it has none, or one that is damaged or not supported."""
+    require_tokenizer(source)
+    with errors_name(source):
+        return Tokenizer.from_keys(source.keys)
+
+
+def require_tokenizer(source: ModelSource) -> None:
+    """`UserError` when the model has no tokenizer."""
+    if not has_tokenizer(source):
+        name = shown_path(source.name)
+        raise UserError(f"{name}: no tokenizer (tokenizer.ggml.model is missing): only token ids can go in and out")
 
 
 @contextmanager
