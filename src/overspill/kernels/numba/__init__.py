@@ -1,1 +1,27 @@
+"""CPU kernels: products with quantised weights, compiled by Numba from vector IR at first use.
 
+Weights are read as they are stored and decoded to float32 in registers or in the nearest cache; activations stay
+float32. A result depends on its own token and row only: not on the other tokens of the batch, nor on threads, nor
+on how a layer's experts were divided into calls.
+
+Threads: a call uses `numba.get_num_threads()` threads of the OpenMP layer, and any number of Python threads may
+call at once (Numba's other built-in layer, workqueue, would not allow that).
+"""
+
+from __future__ import annotations
+
+from overspill.gguf.types import TensorType
+from overspill.kernels.numba.decode import DECODERS
+from overspill.kernels.numba.experts import experts
+from overspill.kernels.numba.jit import config
+from overspill.kernels.numba.matmul import matmul
+
+if config.THREADING_LAYER == "default":
+    config.THREADING_LAYER = "omp"
+
+__all__ = ["experts", "has_kernel", "matmul"]
+
+
+def has_kernel(type: TensorType) -> bool:
+    """Whether `matmul` and `experts` can read weights of this type."""
+    return type in DECODERS

@@ -1,0 +1,298 @@
+"""The routed experts of one layer, for any number of tokens, in one compiled call.
+
+First the (token, expert) pairs are grouped by expert. Then threads take tasks: (expert, some rows of gate and up),
+which leave the gated activations of every pair in a buffer; and after that (some rows of down), which go through
+the experts in ascending order and add to the output. So every output number is made by one thread, in an order
+that depends neither on the threads nor on which other experts are there: a layer may be cut into slabs of
+ascending experts, run one after the other, and gives the same bits.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numba import get_num_threads
+from torch import Tensor
+
+from overspill.kernels.numba.jit import njit
+from overspill.kernels.numba.matmul import padded, rows_per_task
+from overspill.kernels.numba.memory import load_f32, load_i32, load_i64, next_number, reader, store_f32, store_i64
+from overspill.kernels.numba.native import c_function, caller, run
+from overspill.kernels.numba.panel import (
+    ADD,
+    N_MULTIPLY_ARGS,
+    SCRATCH_BYTES,
+    SILU,
+    STORE,
+    Rows,
+    describe,
+    multiply_address,
+)
+from overspill.kernels.numba.target import SOURCE_DIGEST, UNIT_ELEMENTS
+from overspill.kernels.numba.workspace import WORKSPACE
+from overspill.quant.experts import Activation
+from overspill.quant.qtensor import QTensor
+
+
+class _Call(NamedTuple):
+    """What the threads read: counts, addresses, strides in bytes; arrays are of int64 unless said otherwise.
+
+    i_task_hidden, i_task_down: the next task of each part. is_wrong: set if an id or a slot was out of range.
+    slot_of: int32, or 0 for "expert e is in slot e". gate, up, down: descriptions of the stacks (`panel.Rows`).
+    Groups of pairs with the same expert, ascending: first[g] is the first pair of group g, slots[g] the slot;
+    ends[e] is where the next pair of expert e goes. Of every pair, in that order: the rows of input, hidden
+    activations and output, and the weight (float32).
+    """
+
+    i_task_hidden: int
+    i_task_down: int
+    is_wrong: int
+    n_groups: int
+    n_tokens: int
+    n_used: int
+    n_experts: int
+    n_slots: int
+    n_hidden: int
+    n_model: int
+    act: int
+    n_threads: int
+    ids: int
+    weights: int
+    slot_of: int
+    x: int
+    x_stride: int
+    out: int
+    out_stride: int
+    hidden: int
+    hidden_stride: int
+    multiply: int
+    gate: int
+    up: int
+    down: int
+    first: int
+    slots: int
+    ends: int
+    pair_inputs: int
+    pair_hidden: int
+    pair_outputs: int
+    pair_weights: int
+    scratch: int
+
+
+# What panel.multiply does with the up products, which meet the gate products in the output.
+_THEN = {Activation.SILU: SILU}
+_N_FIELDS = len(_Call._fields)
+_N_ROWS_FIELDS = len(Rows._fields)
+_I_TASK_HIDDEN, _I_TASK_DOWN, _IS_WRONG, _N_GROUPS = range(4)
+_read_call = reader(_Call)
+_read_rows = reader(Rows)
+_call_multiply = caller(N_MULTIPLY_ARGS)
+
+
+def experts(
+    x: Tensor,
+    w_gate: QTensor,
+    w_up: QTensor,
+    w_down: QTensor,
+    ids: Tensor,
+    weights: Tensor,
+    slot_of: npt.NDArray[np.int32] | None,
+    out: Tensor,
+    act: Activation = Activation.SILU,
+) -> None:
+    """Add the weighted outputs of the routed experts to `out`, in place.
+
+    x float32 [T, D]; w_gate, w_up [S, F, D] and w_down [S, D, F] are stacked over slots, of any types that have a
+    kernel. ids int32 or int64 [T, K] and weights float32 [T, K] name the experts of each token. slot_of int32 [E]
+    gives the slot of an expert, -1 where it is absent (its contribution is left out); None: expert e is in slot e.
+    out float32 [T, D], rows contiguous. A token's contributions are added in ascending order of expert id.
+    Raises IndexError for an id that is no expert or a slot that is no slot, ValueError if shapes do not fit.
+    """
+    _check_shapes(x, w_gate, w_up, w_down, out)
+    (n_tokens, n_used), (n_slots, n_hidden, n_model) = ids.shape, w_gate.shape
+    x, ids, weights = padded(x), ids.to(torch.int64).contiguous(), weights.contiguous()
+    slots = None if slot_of is None else np.ascontiguousarray(slot_of, dtype=np.int32)
+    n_experts = n_slots if slots is None else len(slots)
+    n_threads, n_pairs = get_num_threads(), n_tokens * n_used
+    hidden_stride = 4 * (n_hidden + -n_hidden % UNIT_ELEMENTS)
+    call = WORKSPACE.memory("call", 8 * (_N_FIELDS + 3 * _N_ROWS_FIELDS + 3 * n_experts + 1 + 4 * n_pairs))
+    gate = call.address + 8 * _N_FIELDS
+    first = gate + 8 * 3 * _N_ROWS_FIELDS
+    groups = first + 8 * (n_experts + 1)
+    pairs = groups + 8 * 2 * n_experts
+    fields = _Call(
+        i_task_hidden=0,
+        i_task_down=0,
+        is_wrong=0,
+        n_groups=0,
+        n_tokens=n_tokens,
+        n_used=n_used,
+        n_experts=n_experts,
+        n_slots=n_slots,
+        n_hidden=n_hidden,
+        n_model=n_model,
+        act=_THEN[act],
+        n_threads=n_threads,
+        ids=ids.data_ptr(),
+        weights=weights.data_ptr(),
+        slot_of=0 if slots is None else slots.ctypes.data,
+        x=x.data_ptr(),
+        x_stride=4 * x.stride(0),
+        out=out.data_ptr(),
+        out_stride=4 * out.stride(0),
+        hidden=WORKSPACE.memory("hidden", n_pairs * hidden_stride).address,
+        hidden_stride=hidden_stride,
+        multiply=multiply_address(),
+        gate=gate,
+        up=gate + 8 * _N_ROWS_FIELDS,
+        down=gate + 8 * 2 * _N_ROWS_FIELDS,
+        first=first,
+        slots=groups,
+        ends=groups + 8 * n_experts,
+        pair_inputs=pairs,
+        pair_hidden=pairs + 8 * n_pairs,
+        pair_outputs=pairs + 8 * 2 * n_pairs,
+        pair_weights=pairs + 8 * 3 * n_pairs,
+        scratch=WORKSPACE.memory("scratch", n_threads * SCRATCH_BYTES).address,
+    )
+    call.write(fields + describe(w_gate) + describe(w_up) + describe(w_down))
+    run(_group_address(), _hidden_address(), _down_address(), call.address, n_threads)
+    if call.read(_IS_WRONG):
+        raise IndexError(f"expert ids must be 0 to {n_experts - 1} and slots at most {n_slots - 1}")
+
+
+def _check_shapes(x: Tensor, w_gate: QTensor, w_up: QTensor, w_down: QTensor, out: Tensor) -> None:
+    n_slots, n_hidden, n_model = w_gate.shape
+    if w_up.shape != w_gate.shape or w_down.shape != (n_slots, n_model, n_hidden):
+        raise ValueError(f"expert shapes do not fit: gate {w_gate.shape}, up {w_up.shape}, down {w_down.shape}")
+    if x.shape[1] != n_model or out.shape != x.shape or out.stride(1) != 1:
+        raise ValueError(f"activations {tuple(x.shape)} or output {tuple(out.shape)} do not fit {w_gate.shape}")
+
+
+@cache
+def _group_address() -> int:
+    digest = SOURCE_DIGEST
+
+    def group_experts(call, i_thread):
+        """Counting sort of the pairs by expert; within one, tokens ascend."""
+        _ = digest
+        c = _read_call(call)
+        for e in range(c.n_experts):
+            store_i64(c.ends, e, 0)
+        for pair in range(c.n_tokens * c.n_used):
+            expert = load_i64(c.ids, pair)
+            slot = _slot(expert, c)
+            if slot == -2:
+                store_i64(call, _IS_WRONG, 1)
+                return
+            if slot >= 0:
+                store_i64(c.ends, expert, load_i64(c.ends, expert) + 1)
+        store_i64(call, _N_GROUPS, _place_groups(c))
+        for pair in range(c.n_tokens * c.n_used):
+            expert = load_i64(c.ids, pair)
+            if _slot(expert, c) >= 0:
+                i = load_i64(c.ends, expert)
+                store_i64(c.ends, expert, i + 1)
+                _place_pair(pair, i, c)
+
+    return c_function(group_experts, 2)
+
+
+@njit(nogil=True, error_model="numpy")
+def _slot(expert, c):
+    """Slot of an expert, -1 if absent, -2 if there is no such expert or slot."""
+    if expert < 0 or expert >= c.n_experts:
+        return -2
+    if c.slot_of == 0:
+        return expert
+    slot = load_i32(c.slot_of, expert)
+    return slot if slot < c.n_slots else -2
+
+
+@njit(nogil=True, error_model="numpy")
+def _place_groups(c):
+    """From the number of pairs in ends[e] to the groups; ends[e] becomes the first pair. Returns their number."""
+    n_groups, n_placed = 0, 0
+    for e in range(c.n_experts):
+        n = load_i64(c.ends, e)
+        store_i64(c.ends, e, n_placed)
+        if n:
+            store_i64(c.first, n_groups, n_placed)
+            store_i64(c.slots, n_groups, _slot(e, c))
+            n_groups += 1
+            n_placed += n
+    store_i64(c.first, n_groups, n_placed)
+    return n_groups
+
+
+@njit(nogil=True, error_model="numpy")
+def _place_pair(pair, i, c):
+    token = pair // c.n_used
+    hidden = c.hidden + i * c.hidden_stride
+    store_i64(c.pair_inputs, i, c.x + token * c.x_stride)
+    store_i64(c.pair_hidden, i, hidden)
+    store_i64(c.pair_outputs, i, c.out + token * c.out_stride)
+    store_f32(c.pair_weights, i, load_f32(c.weights, pair))
+    for element in range(c.n_hidden, c.hidden_stride // 4):
+        store_f32(hidden, element, np.float32(0))
+
+
+@cache
+def _hidden_address() -> int:
+    digest = SOURCE_DIGEST
+
+    def hidden_of_experts(call, i_thread):
+        """Gate and up rows of one expert after the other: the gated activations of every pair."""
+        _ = digest
+        c = _read_call(call)
+        gate_bytes, up_bytes = c.n_hidden * _read_rows(c.gate).row_bytes, c.n_hidden * _read_rows(c.up).row_bytes
+        scratch = c.scratch + i_thread * SCRATCH_BYTES
+        n_per_task = rows_per_task(c.n_hidden, max(c.n_groups, 1), c.n_threads)
+        n_parts = (c.n_hidden + n_per_task - 1) // n_per_task
+        while True:
+            task = next_number(call + 8 * _I_TASK_HIDDEN)
+            if task >= c.n_groups * n_parts:
+                break
+            group, row = task // n_parts, task % n_parts * n_per_task
+            n_rows = min(n_per_task, c.n_hidden - row)
+            first, slot = load_i64(c.first, group), load_i64(c.slots, group)
+            n, inputs, hidden = (
+                load_i64(c.first, group + 1) - first,
+                c.pair_inputs + 8 * first,
+                c.pair_hidden + 8 * first,
+            )
+            _call_multiply(c.multiply, (c.gate, slot * gate_bytes, row, n_rows, n, inputs, hidden, 0, STORE, scratch))
+            _call_multiply(c.multiply, (c.up, slot * up_bytes, row, n_rows, n, inputs, hidden, 0, c.act, scratch))
+
+    return c_function(hidden_of_experts, 2)
+
+
+@cache
+def _down_address() -> int:
+    digest = SOURCE_DIGEST
+
+    def down_of_experts(call, i_thread):
+        """Some rows of every expert's down matrix, experts ascending, added to the output."""
+        _ = digest
+        c = _read_call(call)
+        down_bytes = c.n_model * _read_rows(c.down).row_bytes
+        scratch = c.scratch + i_thread * SCRATCH_BYTES
+        n_per_task = rows_per_task(c.n_model, 1, c.n_threads)
+        while True:
+            row = next_number(call + 8 * _I_TASK_DOWN) * n_per_task
+            if row >= c.n_model:
+                break
+            n_rows = min(n_per_task, c.n_model - row)
+            for group in range(c.n_groups):
+                first, slot = load_i64(c.first, group), load_i64(c.slots, group)
+                n, weights = load_i64(c.first, group + 1) - first, c.pair_weights + 4 * first
+                hidden, outputs = c.pair_hidden + 8 * first, c.pair_outputs + 8 * first
+                _call_multiply(
+                    c.multiply, (c.down, slot * down_bytes, row, n_rows, n, hidden, outputs, weights, ADD, scratch)
+                )
+
+    return c_function(down_of_experts, 2)

@@ -1,0 +1,76 @@
+"""Raw memory by address for Numba code: what C would write as pointers.
+
+All addresses are int64. Nothing is checked: only this package's drivers, which own the buffers, may call these.
+"""
+
+from __future__ import annotations
+
+from numba import types
+
+from overspill.kernels.numba.emit import F32, I32, I64, Emitter, const
+from overspill.kernels.numba.jit import intrinsic
+
+_N64 = types.int64
+
+
+def _loader(ir_type, numba_type, n_bytes):
+    @intrinsic
+    def load(typing_context, address, index):
+        def codegen(context, builder, signature, args):
+            e = Emitter(builder)
+            value = e.load(e.pointer(args[0]), e.offset(args[1], n_bytes), ir_type)
+            return builder.sext(value, I64) if ir_type == I32 else value
+
+        return numba_type(_N64, _N64), codegen
+
+    return load
+
+
+def _storer(ir_type, numba_type, n_bytes):
+    @intrinsic
+    def store(typing_context, address, index, value):
+        def codegen(context, builder, signature, args):
+            e = Emitter(builder)
+            value = builder.trunc(args[2], I32) if ir_type == I32 else args[2]
+            builder.store(value, e.at(e.pointer(args[0]), e.offset(args[1], n_bytes), ir_type)).align = n_bytes
+            return context.get_dummy_value()
+
+        return types.void(_N64, _N64, numba_type), codegen
+
+    return store
+
+
+load_i64 = _loader(I64, _N64, 8)
+load_i32 = _loader(I32, _N64, 4)
+load_f32 = _loader(F32, types.float32, 4)
+store_i64 = _storer(I64, _N64, 8)
+store_i32 = _storer(I32, _N64, 4)
+store_f32 = _storer(F32, types.float32, 4)
+
+
+@intrinsic
+def next_number(typing_context, address):
+    """Take the next number from the int64 counter at `address`; every thread gets another one."""
+
+    def codegen(context, builder, signature, args):
+        pointer = builder.inttoptr(args[0], I64.as_pointer())
+        return builder.atomic_rmw("add", pointer, const(1), "monotonic")
+
+    return _N64(_N64), codegen
+
+
+def reader(fields):
+    """An intrinsic that reads a NamedTuple class of integers from the int64 numbers at an address."""
+
+    @intrinsic
+    def read(typing_context, address):
+        n = len(fields._fields)
+
+        def codegen(context, builder, signature, args):
+            e = Emitter(builder)
+            values = [e.load(e.pointer(args[0]), 8 * i, I64) for i in range(n)]
+            return context.make_tuple(builder, signature.return_type, values)
+
+        return types.NamedUniTuple(_N64, n, fields)(_N64), codegen
+
+    return read

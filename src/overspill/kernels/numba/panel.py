@@ -1,0 +1,221 @@
+"""Rows of a weight times rows of activations, and what becomes of the products: the loop around the inner loops.
+
+`multiply` does a run of rows for a list of tokens on one thread. Few tokens go through `dot`, which decodes every
+block in registers; for more, tiles of rows are decoded once per block of tokens. Both give the same bits, so the
+choice is one of speed only. Everything is addressed by int64 numbers; nothing here knows a tensor type.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from overspill.gguf.types import TensorType
+from overspill.kernels.numba.decode import DECODERS
+from overspill.kernels.numba.finish import add_products, gate_silu, store_products
+from overspill.kernels.numba.jit import njit
+from overspill.kernels.numba.leaf import (
+    N_DECODE_ARGS,
+    N_DOT_ARGS,
+    N_TILE_ARGS,
+    decode_address,
+    dot_address,
+    tile_address,
+)
+from overspill.kernels.numba.memory import load_f32, load_i64, reader, store_f32, store_i64
+from overspill.kernels.numba.native import c_function, caller
+from overspill.kernels.numba.target import (
+    DOT_ROWS,
+    DOT_TOKENS,
+    LANES,
+    SOURCE_DIGEST,
+    TILE_ROWS,
+    TILE_TOKENS,
+    UNIT_ELEMENTS,
+)
+from overspill.quant.qtensor import QTensor
+
+# What to do with a product v: `out = v`, `out += weight * v`, or an activation of `out` (the gate) times v.
+STORE, ADD, SILU = 0, 1, 2
+
+# Up to this many tokens, decoding in registers beats decoding into the scratch (measured; about the same for all).
+MAX_DOT_TOKENS = 20
+# A piece of a decoded tile must fit in the first-level cache next to the activations it meets.
+PIECE_ELEMENTS = 2048
+# Tokens that share one decoded tile; their sums wait in the scratch between two pieces.
+BLOCK_TOKENS = 96
+
+_SUMS = PIECE_ELEMENTS * TILE_ROWS * 4
+_POINTERS = _SUMS + BLOCK_TOKENS * TILE_ROWS * LANES * 4
+_PRODUCTS = _POINTERS + 64
+_EDGE = _PRODUCTS + 8 * TILE_ROWS * 4
+# Bytes of scratch that each thread needs, a multiple of 64; the scratch must be aligned to 64.
+SCRATCH_BYTES = (_EDGE + TILE_ROWS * 4 + 63) // 64 * 64
+
+
+class Rows(NamedTuple):
+    """One stored matrix (of a stack, the first) and the inner loops of its type. Addresses and sizes in bytes.
+
+    n_units: whole decoder units in a row, of `unit_elements` values; `tail_bytes` of plain floats may follow.
+    dot1 to dot8, decode, tile1 to tile3: addresses of C functions, see `leaf`.
+    """
+
+    address: int
+    row_bytes: int
+    n_units: int
+    unit_elements: int
+    tail_bytes: int
+    dot1: int
+    dot2: int
+    dot4: int
+    dot8: int
+    decode: int
+    tile1: int
+    tile2: int
+    tile3: int
+
+
+class Tokens(NamedTuple):
+    """Addresses of arrays with one entry per token: input rows, output rows (int64), weights (float32)."""
+
+    n: int
+    inputs: int
+    outputs: int
+    weights: int
+
+
+N_MULTIPLY_ARGS = 10
+_read_rows = reader(Rows)
+_call_dot = caller(N_DOT_ARGS)
+_call_decode = caller(N_DECODE_ARGS)
+_call_tile = caller(N_TILE_ARGS)
+
+
+def describe(weight: QTensor) -> Rows:
+    """The description of a matrix or a stack of them; compiles the inner loops of its type at first use."""
+    decoder = DECODERS[weight.type]
+    n_units, n_left = divmod(weight.shape[-1], decoder.n_elements)
+    tail_bytes = n_left * decoder.n_bytes // decoder.n_elements
+    row_bytes = weight.data.shape[-1]
+    return Rows(weight.data.data_ptr(), row_bytes, n_units, decoder.n_elements, tail_bytes, *_inner_loops(weight.type))
+
+
+@cache
+def _inner_loops(type: TensorType) -> tuple[int, ...]:
+    dots = (dot_address(type, n) for n in DOT_TOKENS)
+    tiles = (tile_address(n) for n in range(1, TILE_TOKENS + 1))
+    return (*dots, decode_address(type), *tiles)
+
+
+@cache
+def multiply_address() -> int:
+    """C function (rows, offset, first_row, n_rows, n_tokens, inputs, outputs, weights, then, scratch).
+
+    Multiplies `n_rows` rows of the matrix `offset` bytes after the one described at `rows` with every token; product
+    (t, r) goes to float r of `outputs[t]`, as `then` says. `scratch`: SCRATCH_BYTES of the thread, aligned to 64.
+    """
+    digest = SOURCE_DIGEST
+
+    def multiply(rows, offset, first_row, n_rows, n_tokens, inputs, outputs, weights, then, scratch):
+        _ = digest
+        matrix = _read_rows(rows)
+        start = matrix.address + offset + first_row * matrix.row_bytes
+        for first in range(0, n_tokens, BLOCK_TOKENS):
+            n = min(BLOCK_TOKENS, n_tokens - first)
+            tokens = Tokens(n, inputs + 8 * first, outputs + 8 * first, weights + 4 * first)
+            if n <= MAX_DOT_TOKENS and matrix.tail_bytes == 0:
+                _by_dots(matrix, start, first_row, n_rows, tokens, then, scratch)
+            else:
+                _by_tiles(matrix, start, first_row, n_rows, tokens, then, scratch)
+
+    return c_function(multiply, N_MULTIPLY_ARGS)
+
+
+@njit(nogil=True, error_model="numpy")
+def _by_dots(matrix, start, first_row, n_rows, tokens, then, scratch):
+    """Rows outside, tokens inside: the few rows of a step stay in the first-level cache."""
+    for row in range(0, n_rows, DOT_ROWS[0]):
+        n = min(DOT_ROWS[0], n_rows - row)
+        first = 0
+        while first < tokens.n:
+            n_left = tokens.n - first
+            kind = 3 if n_left >= 7 else 2 if n_left >= 3 else n_left - 1
+            _dot_rows(matrix, start + row * matrix.row_bytes, first_row + row, n, tokens, first, kind, then, scratch)
+            first += DOT_TOKENS[kind]
+
+
+@njit(nogil=True, error_model="numpy")
+def _dot_rows(matrix, start, first_row, n_rows, tokens, first, kind, then, scratch):
+    """Dots with DOT_TOKENS[kind] tokens from `first`; where fewer are left, the last one is repeated, to no effect."""
+    pointers, products = scratch + _POINTERS, scratch + _PRODUCTS
+    n_tokens, rows_per_call = DOT_TOKENS[kind], DOT_ROWS[kind]
+    dot = (matrix.dot1, matrix.dot2, matrix.dot4, matrix.dot8)[kind]
+    for i in range(n_tokens):
+        store_i64(pointers, i, load_i64(tokens.inputs, min(first + i, tokens.n - 1)))
+    for row in range(0, n_rows, rows_per_call):
+        n = min(rows_per_call, n_rows - row)
+        _call_dot(dot, (start + row * matrix.row_bytes, matrix.row_bytes, n, matrix.n_units, pointers, products))
+        for i in range(min(n_tokens, tokens.n - first)):
+            _finish(tokens, first + i, first_row + row, n, products + i * TILE_ROWS * 4, then, scratch)
+
+
+@njit(nogil=True, error_model="numpy")
+def _by_tiles(matrix, start, first_row, n_rows, tokens, then, scratch):
+    units_per_piece = PIECE_ELEMENTS // matrix.unit_elements
+    n_pieces = max((matrix.n_units + units_per_piece - 1) // units_per_piece, 1)
+    for row in range(0, n_rows, TILE_ROWS):
+        n = min(TILE_ROWS, n_rows - row)
+        at = start + row * matrix.row_bytes
+        for piece in range(n_pieces):
+            first_unit = piece * units_per_piece
+            n_units = min(units_per_piece, matrix.n_units - first_unit)
+            is_last = piece == n_pieces - 1
+            tail_bytes = matrix.tail_bytes if is_last else 0
+            _call_decode(matrix.decode, (at, matrix.row_bytes, n, first_unit, n_units, tail_bytes, scratch))
+            n_elements = n_units * matrix.unit_elements + (UNIT_ELEMENTS if tail_bytes else 0)
+            span = (first_unit * matrix.unit_elements, n_elements, np.int64(piece == 0), np.int64(is_last))
+            _multiply_piece(matrix, span, first_row + row, n, tokens, then, scratch)
+
+
+@njit(nogil=True, error_model="numpy")
+def _multiply_piece(matrix, span, first_row, n_rows, tokens, then, scratch):
+    """A decoded piece times all tokens of a block; span: first element, number of them, is first, is last."""
+    first_element, n_elements, is_first, is_last = span
+    pointers, products = scratch + _POINTERS, scratch + _PRODUCTS
+    for first in range(0, tokens.n, TILE_TOKENS):
+        n = min(TILE_TOKENS, tokens.n - first)
+        for i in range(n):
+            store_i64(pointers, i, load_i64(tokens.inputs, first + i) + 4 * first_element)
+        tile = (matrix.tile1, matrix.tile2, matrix.tile3)[n - 1]
+        sums = scratch + _SUMS + first * TILE_ROWS * LANES * 4
+        _call_tile(tile, (scratch, n_elements // LANES, pointers, sums, products, is_first, is_last))
+        if is_last:
+            for i in range(n):
+                _finish(tokens, first + i, first_row, n_rows, products + i * TILE_ROWS * 4, then, scratch)
+
+
+@njit(nogil=True, error_model="numpy")
+def _finish(tokens, i_token, row, n_rows, products, then, scratch):
+    """Finish one token's products; fewer than TILE_ROWS of them take a way round through the scratch."""
+    out = load_i64(tokens.outputs, i_token) + 4 * row
+    if n_rows == TILE_ROWS:
+        _finish_row(out, products, tokens, i_token, then)
+        return
+    edge = scratch + _EDGE
+    for i in range(n_rows):
+        store_f32(edge, i, load_f32(out, i))
+    _finish_row(edge, products, tokens, i_token, then)
+    for i in range(n_rows):
+        store_f32(out, i, load_f32(edge, i))
+
+
+@njit(nogil=True, error_model="numpy")
+def _finish_row(out, products, tokens, i_token, then):
+    if then == STORE:
+        store_products(out, products)
+    elif then == ADD:
+        add_products(out, products, load_f32(tokens.weights, i_token))
+    else:
+        gate_silu(out, products)

@@ -1,0 +1,46 @@
+"""What the kernels are shaped for: the vector width and tile sizes of the CPU that runs them.
+
+Everything here is a constant of the process, read from the same feature list that Numba compiles for (so that
+NUMBA_CPU_FEATURES and NUMBA_CPU_NAME steer the kernels as well). The code is right for any width on any CPU, as
+LLVM splits vectors that are too wide; a wrong width only costs speed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import llvmlite.binding as llvm
+
+from overspill.kernels.numba.jit import config
+
+
+def _features() -> frozenset[str]:
+    text = config.CPU_FEATURES
+    if text is None:
+        return frozenset(name for name, has in llvm.get_host_cpu_features().items() if has)
+    return frozenset(item[1:] for item in text.split(",") if item.startswith("+"))
+
+
+def _source_digest() -> int:
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return int.from_bytes(digest.digest()[:7], "little")
+
+
+FEATURES = _features()
+HAS_AVX512 = "avx512f" in FEATURES
+HAS_AVX2 = "avx2" in FEATURES
+# float32 lanes of a vector: one AVX-512 register, one AVX2 register, two NEON or SSE registers.
+LANES = 16 if HAS_AVX512 else 8
+# Register tiles: 8 x 3 of 32 registers, or 4 x 3 of 16, hold the sums; the rest holds the operands.
+TILE_ROWS = 8 if HAS_AVX512 else 4
+TILE_TOKENS = 3
+DOT_TOKENS = (1, 2, 4, 8)
+DOT_ROWS = tuple((min(4, 16 // n) if HAS_AVX512 else min(2, 8 // n)) for n in DOT_TOKENS)
+# Rows of activations must be a multiple of this long: the smallest unit that a decoder handles.
+UNIT_ELEMENTS = 32
+# Numba's disk cache looks at one source file only: kernels close over this number, so that a change in any file
+# of this package compiles them anew.
+SOURCE_DIGEST = _source_digest()

@@ -1,0 +1,225 @@
+"""The CPU kernels: against the reference in float64, and against themselves cut another way, bit for bit."""
+
+from __future__ import annotations
+
+import threading
+
+import numba
+import numpy as np
+import pytest
+import torch
+
+from overspill.gguf.types import TensorType
+from overspill.kernels.numba import experts, has_kernel, matmul
+from overspill.quant.dequant import dequantize
+from overspill.quant.experts import Activation
+from overspill.quant.qtensor import QTensor
+from tests.kernels.weights import random_weight
+
+TYPES = [t for t in TensorType if has_kernel(t)]
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def _two_threads():
+    numba.set_num_threads(min(2, numba.config.NUMBA_NUM_THREADS))
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    assert got.shape == expected.shape
+    return float((got - expected).abs().max() / expected.abs().max())
+
+
+def silu_experts(x, gate, up, down, ids, weights, out, *, present=None):
+    """The specification, token by token in float64."""
+    g, u, d = (dequantize(w).double() for w in (gate, up, down))
+    total = out.double()
+    for t, (row, mix) in enumerate(zip(ids.tolist(), weights.double(), strict=True)):
+        for e, weight in zip(row, mix, strict=True):
+            if present is None or e in present:
+                hidden = torch.nn.functional.silu(g[e] @ x[t].double()) * (u[e] @ x[t].double())
+                total[t] += weight * (d[e] @ hidden)
+    return total
+
+
+class Layer:
+    """Random experts and routing: `n` experts, `k` of them for every token."""
+
+    def __init__(self, type: TensorType, *, n=6, k=3, d=256, f=512, n_tokens=40, down_type=None):
+        self.gate = random_weight(type, (n, f, d), seed=1)
+        self.up = random_weight(type, (n, f, d), seed=2)
+        self.down = random_weight(down_type or type, (n, d, f), seed=3)
+        random = torch.Generator().manual_seed(n_tokens)
+        self.x = torch.randn(n_tokens, d, generator=random)
+        self.ids = torch.stack([torch.randperm(n, generator=random)[:k] for _ in range(n_tokens)])
+        self.weights = torch.rand(n_tokens, k, generator=random)
+        self.start = torch.randn(n_tokens, d, generator=random)
+
+    def stacks(self) -> tuple[QTensor, QTensor, QTensor]:
+        return self.gate, self.up, self.down
+
+    def run(self, tokens=slice(None)) -> torch.Tensor:
+        out = self.start[tokens].clone()
+        experts(self.x[tokens], *self.stacks(), self.ids[tokens], self.weights[tokens], None, out, Activation.SILU)
+        return out
+
+
+def test_the_common_types_have_kernels() -> None:
+    names = {t.name for t in TYPES}
+    assert names >= {"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K"}
+    assert not has_kernel(TensorType.I32)
+    assert not has_kernel(TensorType.IQ1_S)
+
+
+@pytest.mark.parametrize("type", TYPES, ids=lambda t: t.name)
+@pytest.mark.parametrize("shape", [(64, 256), (37, 768), (1, 2304)], ids=str)
+def test_matmul_equals_the_reference(type: TensorType, shape: tuple[int, int]) -> None:
+    weight = random_weight(type, shape)
+    x = torch.randn(130, shape[1], generator=torch.Generator().manual_seed(0))
+    expected = x.double() @ dequantize(weight).double().T
+    everything = matmul(x, weight)
+    assert relative_error(everything, expected) < TOLERANCE
+    for n_tokens in (1, 2, 3, 4, 5, 8, 19, 21, 97):
+        assert torch.equal(matmul(x[:n_tokens], weight), everything[:n_tokens]), n_tokens
+
+
+@pytest.mark.parametrize("type", [TensorType.F32, TensorType.F16, TensorType.BF16], ids=lambda t: t.name)
+@pytest.mark.parametrize("n_elements", [1, 24, 33, 300, 2049])
+def test_matmul_with_rows_of_any_length(type: TensorType, n_elements: int) -> None:
+    weight = random_weight(type, (19, n_elements))
+    x = torch.randn(25, n_elements, generator=torch.Generator().manual_seed(0))
+    expected = x.double() @ dequantize(weight).double().T
+    assert relative_error(matmul(x, weight), expected) < TOLERANCE
+    assert torch.equal(matmul(x[:1], weight), matmul(x, weight)[:1])
+
+
+def test_matmul_of_no_tokens_and_of_a_transposed_input() -> None:
+    weight = random_weight(TensorType.Q8_0, (16, 64))
+    assert matmul(torch.empty(0, 64), weight).shape == (0, 16)
+    x = torch.randn(64, 5).T
+    assert torch.equal(matmul(x, weight), matmul(x.contiguous(), weight))
+
+
+def test_matmul_keeps_nan_and_infinity_in_their_rows() -> None:
+    weight = random_weight(TensorType.F32, (9, 64))
+    weight.data.view(torch.float32)[3, 5] = float("nan")
+    x = torch.randn(6, 64)
+    x[2, 7] = float("inf")
+    bad = ~matmul(x, weight).isfinite()
+    assert bad[2].all()
+    assert bad[:, 3].all()
+    assert int(bad.sum()) == 9 + 6 - 1
+
+
+def test_matmul_refuses_shapes_that_do_not_fit() -> None:
+    with pytest.raises(ValueError, match="do not fit"):
+        matmul(torch.zeros(2, 96), random_weight(TensorType.Q8_0, (16, 64)))
+
+
+def test_results_do_not_depend_on_the_number_of_threads() -> None:
+    layer = Layer(TensorType.Q4_K)
+    numba.set_num_threads(1)
+    alone = layer.run(), matmul(layer.x, layer.gate[0])
+    numba.set_num_threads(2)
+    assert torch.equal(layer.run(), alone[0])
+    assert torch.equal(matmul(layer.x, layer.gate[0]), alone[1])
+
+
+@pytest.mark.parametrize("type", TYPES, ids=lambda t: t.name)
+@pytest.mark.parametrize("n_tokens", [1, 40])
+def test_experts_equal_the_reference(type: TensorType, n_tokens: int) -> None:
+    layer = Layer(type, n_tokens=n_tokens)
+    expected = silu_experts(layer.x, *layer.stacks(), layer.ids, layer.weights, layer.start)
+    assert relative_error(layer.run(), expected) < TOLERANCE
+
+
+def test_experts_of_mixed_types_and_odd_sizes() -> None:
+    layer = Layer(TensorType.F32, d=40, f=17, n_tokens=30, down_type=TensorType.F16)
+    expected = silu_experts(layer.x, *layer.stacks(), layer.ids, layer.weights, layer.start)
+    assert relative_error(layer.run(), expected) < TOLERANCE
+    assert torch.equal(layer.run(slice(0, 1)), layer.run()[:1])
+
+
+def test_experts_give_a_token_the_same_bits_in_any_batch() -> None:
+    layer = Layer(TensorType.Q8_0, n=3, k=2, n_tokens=150)
+    together = layer.run()
+    for tokens in (slice(0, 1), slice(70, 71), slice(3, 10), slice(20, 120)):
+        assert torch.equal(layer.run(tokens), together[tokens])
+
+
+@pytest.mark.parametrize("n_tokens", [1, 8, 60])
+@pytest.mark.parametrize("type", [TensorType.Q8_0, TensorType.Q4_K], ids=lambda t: t.name)
+def test_slabs_of_experts_give_the_bits_of_one_run(type: TensorType, n_tokens: int) -> None:
+    layer = Layer(type, n=8, k=4, n_tokens=n_tokens)
+    together = layer.run()
+    out = layer.start.clone()
+    for first, last in ((0, 4), (4, 7), (7, 8)):
+        slot_of = np.full(8, -1, np.int32)
+        slot_of[first:last] = np.arange(last - first)
+        slab = [w.rows(first, last) for w in layer.stacks()]
+        experts(layer.x, *slab, layer.ids.to(torch.int32), layer.weights, slot_of, out, Activation.SILU)
+    assert torch.equal(out, together)
+
+
+def test_absent_experts_add_nothing_and_slots_may_be_shuffled() -> None:
+    layer = Layer(TensorType.Q4_0)
+    order = [4, 1, 5]
+    stacks = [QTensor(w.data[order], w.type, (3, *w.shape[1:])) for w in layer.stacks()]
+    slot_of = np.full(6, -1, np.int32)
+    slot_of[order] = np.arange(3)
+    out = layer.start.clone()
+    experts(layer.x, *stacks, layer.ids, layer.weights, slot_of, out, Activation.SILU)
+    expected = silu_experts(layer.x, *layer.stacks(), layer.ids, layer.weights, layer.start, present=set(order))
+    assert relative_error(out, expected) < TOLERANCE
+    out = layer.start.clone()
+    experts(layer.x, *stacks, layer.ids, layer.weights, np.full(6, -1, np.int32), out, Activation.SILU)
+    assert torch.equal(out, layer.start)
+
+
+def test_experts_refuse_ids_slots_and_shapes_that_are_none() -> None:
+    layer = Layer(TensorType.Q8_0, n=2, k=1, d=32, f=32, n_tokens=3)
+    rest = layer.weights, None, layer.start.clone(), Activation.SILU
+    for bad_id in (-1, 2):
+        with pytest.raises(IndexError, match="expert ids"):
+            experts(layer.x, *layer.stacks(), torch.full((3, 1), bad_id), *rest)
+    with pytest.raises(IndexError, match="slots at most 1"):
+        experts(layer.x, *layer.stacks(), layer.ids, layer.weights, np.full(2, 2, np.int32), *rest[2:])
+    assert torch.equal(rest[2], layer.start)
+    with pytest.raises(ValueError, match="do not fit"):
+        experts(torch.zeros(3, 64), *layer.stacks(), layer.ids, *rest)
+
+
+def test_calls_from_several_threads_at_once() -> None:
+    layers = [Layer(t, n_tokens=n) for t, n in ((TensorType.Q8_0, 1), (TensorType.Q4_K, 40), (TensorType.Q6_K, 7))]
+    expected = [(layer.run(), matmul(layer.x, layer.up[1])) for layer in layers]
+    wrong: list[int] = []
+
+    def work(i: int) -> None:
+        numba.set_num_threads(1 + i % 2)
+        for _ in range(20):
+            same = torch.equal(layers[i].run(), expected[i][0])
+            if not (same and torch.equal(matmul(layers[i].x, layers[i].up[1]), expected[i][1])):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(layers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("size", [1e-6, 1.0, 30.0, 1e4])
+def test_silu_over_its_whole_range(size: float) -> None:
+    """Down is the identity and up is 1, so the output is the activation itself."""
+    n = 64
+    eye = torch.eye(n).view(torch.uint8).view(1, n, 4 * n)
+    identity = QTensor(eye, TensorType.F32, (1, n, n))
+    ones = torch.zeros(n, n)
+    ones[:, 0] = 1.0
+    up = QTensor(ones.view(torch.uint8).view(1, n, 4 * n), TensorType.F32, (1, n, n))
+    x = torch.linspace(-size, size, 50 * n).view(50, n)
+    x[:, 0] = 1.0
+    out = torch.zeros(50, n)
+    experts(x, identity, up, identity, torch.zeros(50, 1, dtype=torch.int32), torch.ones(50, 1), None, out)
+    torch.testing.assert_close(out, torch.nn.functional.silu(x.double()).float(), rtol=1e-6, atol=1e-34)
