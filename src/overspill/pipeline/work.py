@@ -59,6 +59,8 @@ class Work:
             case Verb.DOWNLOAD:
                 n_rows = len(self.output_rows(ubatches[action.ubatch], action.chunk))
                 self._copy(action, stream, n_rows * self._model.hparams.n_vocab * 4)
+            case Verb.EXPERTS if action.slab >= 0 and not self._ids_of(action.layer, action.slab):
+                pass  # nothing was uploaded: the experts selected have all found room in earlier slabs
             case _:
                 body = self._compute[action.verb](action, ubatches[action.ubatch])
                 reads, writes = self._memory.all_of(action.reads), self._memory.all_of(action.writes)
@@ -148,9 +150,8 @@ class Work:
         slot = self._one(("slot", action.device, action.slot))
 
         def body() -> None:
-            if ids:
-                weights = staged(experts, ids, slot.tensor, partial(self._model.resident_part, layer))
-                self._add_experts(action, ubatch, weights, self._model.ops(layer))
+            weights = staged(experts, ids, slot.tensor, partial(self._model.resident_part, layer))
+            self._add_experts(action, ubatch, weights, self._model.ops(layer))
 
         return body
 
