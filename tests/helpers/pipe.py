@@ -39,25 +39,32 @@ _NULL_BYTES = 1 << 40
 _RING_BYTES = 1 << 16
 
 
+Layers = str | frozenset[int]
+
+
+def _holds(layers: Layers, i_layer: int) -> bool:
+    """Whether a layer is one of `all`, `none`, `odd`, `even`, or of the numbers given."""
+    if isinstance(layers, frozenset):
+        return i_layer in layers
+    return {"all": True, "none": False, "odd": i_layer % 2 == 1, "even": i_layer % 2 == 0}[layers]
+
+
 @dataclass(frozen=True)
 class Shape:
     """A layout to try: devices, grain, experts per staging slot, which layers keep experts on the host.
 
-    host_layers: `all`, `none`, `odd`, `even`, or the layers themselves. No devices: everything on the CPU.
+    No devices: everything on the CPU. mixed_layers: those of the host layers whose down matrices are resident.
+    embeds: the last accelerator does it, not the host.
     """
 
     n_devices: int
     grain: int = 1
     slab_experts: int = 8
-    host_layers: str | frozenset[int] = "all"
+    host_layers: Layers = "all"
     n_staging: int = 2
     n_layers_on_cpu: int = 0
-
-    def is_host(self, i_layer: int) -> bool:
-        """Whether the layer's experts stay in host RAM."""
-        if isinstance(self.host_layers, frozenset):
-            return i_layer in self.host_layers
-        return {"all": True, "none": False, "odd": i_layer % 2 == 1, "even": i_layer % 2 == 0}[self.host_layers]
+    mixed_layers: Layers = "none"
+    embeds: bool = False
 
     def device_of(self, i_layer: int) -> int:
         """Where the layer computes; `n_devices` is the host."""
@@ -65,10 +72,23 @@ class Shape:
             return self.n_devices
         return (i_layer // self.grain) % self.n_devices
 
+    def is_host(self, i_layer: int) -> bool:
+        """Whether the layer's experts stay in host RAM though an accelerator computes it."""
+        return self.device_of(i_layer) < self.n_devices and _holds(self.host_layers, i_layer)
 
-def expert_bytes(source: ModelSource, i_layer: int) -> list[int]:
-    """Bytes of one expert's gate, up and down."""
-    infos = [source.tensors[f"blk.{i_layer}.ffn_{part}_exps.weight"] for part in ("gate", "up", "down")]
+    def is_mixed(self, i_layer: int) -> bool:
+        """Whether the down matrices of a host layer are resident."""
+        return self.is_host(i_layer) and _holds(self.mixed_layers, i_layer)
+
+    def is_on_host(self, name: str) -> bool:
+        """Whether a tensor of a host layer's experts stays in host RAM."""
+        return not (name.endswith("ffn_down_exps.weight") and self.is_mixed(int(name.split(".")[1])))
+
+
+def expert_bytes(source: ModelSource, i_layer: int, shape: Shape) -> list[int]:
+    """Bytes of one expert's gate, up and down, of those that are on the host."""
+    names = [f"blk.{i_layer}.ffn_{part}_exps.weight" for part in ("gate", "up", "down")]
+    infos = [source.tensors[name] for name in names if shape.is_on_host(name)]
     return [info.n_bytes // info.shape[0] for info in infos]
 
 
@@ -79,14 +99,16 @@ def make_layout(source: ModelSource, n_layer: int, n_expert: int, shape: Shape) 
     slot_bytes = [0] * N
     slabs: list[tuple[Slab, ...]] = []
     for i, device in enumerate(where):
-        if n_expert == 0 or device == N or not shape.is_host(i):
+        if n_expert == 0 or not shape.is_host(i):
             slabs.append(())
             continue
-        parts = expert_bytes(source, i)
+        parts = expert_bytes(source, i, shape)
         size = slot_bytes_for(parts, min(shape.slab_experts, n_expert))
         slot_bytes[device] = max(slot_bytes[device], size)
         slabs.append(cut_slabs(n_expert, parts, size))
-    return Layout(N, where, where[-1], tuple(slabs)), tuple(slot_bytes)
+    mixed = frozenset(i for i in range(n_layer) if slabs[i] and shape.is_mixed(i))
+    embed_on = N - 1 if shape.embeds else None
+    return Layout(N, where, where[-1], tuple(slabs), mixed, embed_on), tuple(slot_bytes)
 
 
 def rare_delays(seed: int, *, share: float = 0.25, longest_s: float = 0.0008) -> AbstractContextManager[object]:
@@ -180,7 +202,9 @@ def pipe(
     devices = _open(kind, shape.n_devices, chaos_seed)
     try:
         with patch.object(weights, "_RING_BYTES", _RING_BYTES), rare_delays(0, share=0.0):
-            loaded = load(source, specs, arch.Model, hp, layout, devices, lambda device: ref.OPS)
+            loaded = load(
+                source, specs, arch.Model, hp, layout, devices, lambda device: ref.OPS, is_on_host=shape.is_on_host
+            )
         memory = Memory(devices, layout, hp, Sizes(n_ubatch, n_ubatches, n_slots, n_cells), slot_bytes, shape.n_staging)
         work = Work(loaded.model, layout, memory, loaded.host_experts, ref.OPS)
         runner = Runner(devices, layout, memory, work, max_in_flight=max_in_flight)

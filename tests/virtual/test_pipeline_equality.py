@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, product
 from unittest.mock import patch
 
@@ -29,11 +29,12 @@ from tests.helpers.tiny_moe import N_EXPERT, N_LAYER, N_VOCAB, tiny_model, tiny_
 N_SEEDS = 20
 CUTS = {"equal": (2, 2, 2), "ragged": (2, 1, 3), "last-of-one": (2, 1), "all-of-one": (1, 1, 1)}
 HOMES = {
-    "all": ("all", 0),
-    "none": ("none", 0),
-    "odd": ("odd", 0),
-    "even": ("even", 0),
-    "layers-on-cpu": ("all", 2),
+    "all": Shape(1),
+    "none": Shape(1, host_layers="none"),
+    "odd": Shape(1, host_layers="odd"),
+    "even": Shape(1, host_layers="even"),
+    "layers-on-cpu": Shape(1, n_layers_on_cpu=2),
+    "mixed": Shape(1, mixed_layers="even"),
 }
 OPTIONS: dict[str, tuple[int | str, ...]] = {
     "n_devices": (1, 2, 3, 4),
@@ -44,6 +45,7 @@ OPTIONS: dict[str, tuple[int | str, ...]] = {
     "homes": tuple(HOMES),
     "n_waves": (1, 2, 3),
     "max_in_flight": (1, 2, 7, 64),
+    "embeds": ("host", "device"),
 }
 
 
@@ -59,11 +61,12 @@ class Case:
     homes: str
     n_waves: int
     max_in_flight: int
+    embeds: str
 
     def __str__(self) -> str:
         return (
             f"{self.n_devices}dev-grain{self.grain}-{self.cuts}-staging{self.n_staging}-slab{self.slab_experts}-"
-            f"{self.homes}-{self.n_waves}wave-flight{self.max_in_flight}"
+            f"{self.homes}-{self.n_waves}wave-flight{self.max_in_flight}-embed-on-{self.embeds}"
         )
 
     @property
@@ -73,8 +76,14 @@ class Case:
     @property
     def shape(self) -> Shape:
         grain = max(1, N_LAYER // self.n_devices) if self.grain == "L/N" else int(self.grain)
-        host_layers, n_on_cpu = HOMES[self.homes]
-        return Shape(self.n_devices, grain, self.slab_experts, host_layers, self.n_staging, n_on_cpu)
+        return replace(
+            HOMES[self.homes],
+            n_devices=self.n_devices,
+            grain=grain,
+            slab_experts=self.slab_experts,
+            n_staging=self.n_staging,
+            embeds=self.embeds == "device",
+        )
 
     def schedules(self) -> list[tuple[Order, Policy]]:
         """Without host experts the policies are the same."""
@@ -92,7 +101,7 @@ class Case:
         )
 
 
-CASES = [Case(*row) for row in covering(list(OPTIONS.values()), seed=1)]
+CASES = [Case(*row) for row in covering(list(OPTIONS.values()), seed=2)]
 
 
 @pytest.fixture
