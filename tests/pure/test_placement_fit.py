@@ -146,6 +146,20 @@ def test_context_yields_before_layers_do() -> None:
     assert any(f"context lowered from 131072 to {placement.n_ctx}" in note for note in placement.notes)
 
 
+def test_slightly_short_ring_is_not_given_up_for_a_small_one() -> None:
+    shape = make_shape(16, expert_bytes=500 * MIB, kv_per_cell=4096)
+    plan = placed(shape, (4,), Options(n_ctx=46592)).staging[0]
+    assert plan is not None
+    assert plan.slab_experts == 15
+
+
+@pytest.mark.parametrize(("free_gib", "n_ctx"), [((24, 16) * 4, 230_000), ((48, 24, 24, 24, 16, 16, 12, 12), 180_000)])
+def test_layers_shift_to_keep_the_context(free_gib: tuple[float, ...], n_ctx: int) -> None:
+    """Counts that suit the lowest context would leave no room for a large one on the smaller devices."""
+    shape = make_shape(94, expert_bytes=2 * GIB, dense_bytes=200 * MIB, kv_per_cell=4096, n_ctx_train=262144)
+    assert n_ctx <= placed(shape, free_gib, Options()).n_ctx < 262144
+
+
 def test_context_of_the_user_is_kept_and_layers_move_instead() -> None:
     shape = make_shape(16, dense_bytes=300 * MIB, expert_bytes=500 * MIB, kv_per_cell=4096)
     options = Options(fit="on", cpu_moe=True, n_ctx=131072)
@@ -254,14 +268,14 @@ def test_a_million_cells_on_four_devices_are_counted(n_ubatch: int) -> None:
     buffers = activation_bytes(shape, n_ubatch=n_ubatch, n_wave=16384, has_output=False)
     assert buffers.n_slots == 16384 // n_ubatch
     assert placement.budgets[0].compute_bytes == 16384 * (4 * 256 + 4 * 256 + 2 * 4 * 4 + 8)
-    assert placement.budgets[3].compute_bytes - placement.budgets[0].compute_bytes == 128 * 1000 * 4
+    assert placement.budgets[3].compute_bytes - placement.budgets[0].compute_bytes == 2 * 128 * 1000 * 4
 
 
 def test_activation_bytes_by_part() -> None:
     moe = activation_bytes(make_shape(2, n_embd=64, n_vocab=500), n_ubatch=100, n_wave=250, has_output=True)
     assert (moe.n_slots, moe.x, moe.normed, moe.expert_ids) == (3, 25600, 25600, 1600)
-    assert (moe.expert_weights, moe.positions, moe.logits) == (1600, 800, 200_000)
-    assert moe.total == 3 * (25600 + 25600 + 1600 + 1600 + 800) + 200_000
+    assert (moe.expert_weights, moe.positions, moe.logits) == (1600, 800, 400_000)
+    assert moe.total == 3 * (25600 + 25600 + 1600 + 1600 + 800) + 400_000
     dense_shape = make_shape(2, n_embd=64, n_expert=0, expert_bytes=0)
     dense = activation_bytes(replace(dense_shape, n_residual=4), n_ubatch=100, n_wave=100, has_output=False)
     assert (dense.x, dense.slot, dense.logits) == (4 * 25600, 4 * 25600 + 800, 0)

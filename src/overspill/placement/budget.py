@@ -14,13 +14,16 @@ from overspill.placement.shape import ModelShape
 N_LOGIT_ROWS: Final = 128
 """Most rows of logits computed at once."""
 
+N_LOGIT_BUFFERS: Final = 2
+"""So that rows are computed while the ones before are copied to the host."""
+
 
 @dataclass(frozen=True, slots=True)
 class ActivationBytes:
     """Buffers that a device which computes layers holds, for each ubatch of a wave; logits once.
 
     x: hidden states f32 [T, residual streams * D]. normed: f32 [T, D]. expert_ids: i32 [T, K]. expert_weights: f32
-    [T, K]. positions: i64 [T]. logits: f32 [min(T, 128), V], on the output device only.
+    [T, K]. positions: i32 [2, T], with the token ids. logits: f32 [2, min(T, 128), V], on the output device only.
     """
 
     n_slots: int
@@ -51,7 +54,7 @@ def activation_bytes(shape: ModelShape, *, n_ubatch: int, n_wave: int, has_outpu
         expert_ids=n_ubatch * 4 * n_expert_used,
         expert_weights=n_ubatch * 4 * n_expert_used,
         positions=n_ubatch * 8,
-        logits=min(n_ubatch, N_LOGIT_ROWS) * shape.n_vocab * 4 if has_output else 0,
+        logits=N_LOGIT_BUFFERS * min(n_ubatch, N_LOGIT_ROWS) * shape.n_vocab * 4 if has_output else 0,
     )
 
 

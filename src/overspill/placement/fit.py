@@ -3,8 +3,8 @@
 In this order, each step only if the one before is not enough:
 1. everything resident, layers split by free memory (`balanced`: first tried with equal slices);
 2. routed experts of as few layers as necessary in host RAM. Counts of layers shift between devices until the busiest
-   link has the least to upload, which spreads the host layers evenly; a small staging ring is taken where that at
-   least halves the busiest link's bytes, that is, where the model nearly fits;
+   link has the least to upload, which spreads the host layers evenly; a small staging ring is taken where the layers
+   it keeps resident outweigh its slower uploads, that is, where the model nearly fits;
 3. a lower context, if the user has set none, not below `-fitc`: until a full-size staging ring fits again;
 4. leading layers computed by the CPU, if the user has set no `-ngl`.
 Flags are constraints here, never overruled: what they make impossible is reported with needed and free bytes.
@@ -24,6 +24,7 @@ from overspill.placement.search import (
     improve,
     lay_out,
     own_bytes,
+    relieve,
     spare_bytes,
 )
 
@@ -69,15 +70,21 @@ def _fit_context(ask: Ask) -> Layout:
         return best
     step = _CELLS * ask.n_parallel
     low, high = ask.lowest_ctx // step, min(ask.n_ctx, _most_cells(ask)) // step + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        trial = replace(ask, n_ctx=middle * step)
-        layout = improve(trial, lay_out(trial, best.counts, best.slab_limit), n_burdens=2)
-        if layout.projection.is_roomy:
-            best, low = layout, middle
-        else:
-            high = middle
-    return improve(replace(ask, n_ctx=best.n_ctx), best)
+    # Shifting layers at each trial is slow: only until the context is known to a sixteenth.
+    for precision, search in ((16, improve), (high, _as_it_is)):
+        while high - low > max(1, low // precision):
+            middle = (low + high) // 2
+            trial = replace(ask, n_ctx=middle * step)
+            layout = search(trial, lay_out(trial, best.counts, best.slab_limit))
+            if layout.projection.is_roomy:
+                best, low = layout, middle
+            else:
+                high = middle
+    return best
+
+
+def _as_it_is(_: Ask, layout: Layout) -> Layout:
+    return layout
 
 
 def _most_cells(ask: Ask) -> int:
@@ -114,13 +121,15 @@ def _without_layers(ask: Ask) -> Layout | None:
 def _fit_experts(ask: Ask, hint: tuple[int, ...] | None = None) -> Layout:
     """Steps 1 and 2, for one context and one number of leading layers on the CPU. `hint`: counts to start from."""
     best = _search(ask, ask.demand.n_expert, hint)
-    ring_bytes = max((s.staging.n_bytes for s in best.projection.shares if s.staging), default=0)
+    shares = best.projection.shares
+    ring_bytes = max((share.staging.n_bytes for share in shares if share.staging), default=0)
     # A small ring frees less than a full one takes: far from fitting it cannot halve the uploads.
-    if best.busiest_bytes == 0 or best.busiest_bytes > 3 * ring_bytes:
+    is_far = best.busiest_load > 3 * ring_bytes and all(share.n_slabs == 1 for share in shares)
+    if best.busiest_load == 0 or is_far:
         return best
     tight = _search(ask, max(1, ask.demand.n_expert // _TIGHT), hint)
-    is_worth_it = not tight.is_over_on_devices and 2 * tight.busiest_bytes <= best.busiest_bytes
-    return tight if is_worth_it else best
+    is_better = not tight.is_over_on_devices and tight.busiest_load < best.busiest_load
+    return tight if is_better else best
 
 
 def _search(ask: Ask, slab_limit: int, hint: tuple[int, ...] | None) -> Layout:
@@ -152,7 +161,7 @@ def _search_balanced(ask: Ask, by_memory: Layout) -> Layout:
     if equal.is_resident:
         return equal
     resident = improve(ask, by_memory)
-    return resident if resident.is_resident else improve(ask, equal, n_burdens=1)
+    return resident if resident.is_resident else relieve(ask, equal)
 
 
 def _kv_per_cell(ask: Ask, layout: Layout) -> list[int]:

@@ -6,6 +6,7 @@ evenly apart. `project` is pure and quick: fit calls it for every layout it trie
 The ring. A slab is a range of experts of one layer. A whole layer per slot lets each ubatch finish the layer before
 the next ubatch starts, so the default is a whole layer if the ring then takes at most half of what the device has
 left after weights and activations (a quarter per slot with two slots); otherwise as many experts as fit in that.
+Smaller slabs have a price, see `Share.link_load`.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class Demand:
 @dataclass(frozen=True, slots=True)
 class Share:
     """What one device holds. host_layers: its layers whose movable experts stay in host RAM. upload_bytes: routed
-    experts of its layers in host RAM. short_bytes: what the ring lacks to its default size, because of the KV cache.
+    experts of its layers in host RAM. is_short: a ring of default size does not fit beside the KV cache.
+    n_slabs: how many slabs a layer takes.
     """
 
     weights_bytes: int = 0
@@ -63,7 +65,15 @@ class Share:
     staging: StagingPlan | None = None
     host_layers: tuple[int, ...] = ()
     upload_bytes: int = 0
-    short_bytes: int = 0
+    is_short: bool = False
+
+    n_slabs: int = 1
+
+    @property
+    def link_load(self) -> int:
+        """Upload bytes as they delay a wave: no ubatch leaves a layer before its last slab has come, so the devices
+        that follow wait for all slabs but one, and those bytes count twice."""
+        return self.upload_bytes * (2 * self.n_slabs - 1) // self.n_slabs
 
     @property
     def used_bytes(self) -> int:
@@ -85,11 +95,7 @@ class Projection:
     @property
     def is_roomy(self) -> bool:
         """It fits, and every staging ring has its default size."""
-        return self.is_fitting and not any(self.short_bytes)
-
-    @property
-    def short_bytes(self) -> tuple[int, ...]:
-        return tuple([share.short_bytes for share in self.shares[:-1]])
+        return self.is_fitting and not any(share.is_short for share in self.shares)
 
     @property
     def upload_bytes(self) -> tuple[int, ...]:
@@ -157,7 +163,7 @@ def _share(demand: Demand, holding: _Holding, device: int, has_output: bool, sla
     if is_resident or not holding.largest_bytes:
         return Share(weights + holding.movable_bytes, holding.kv_bytes, compute)
     unit = -(-holding.largest_bytes // demand.n_expert)
-    slab_experts, n_lacking = _slab(demand, unit, room, left, slab_limit)
+    slab_experts, is_short = _slab(demand, unit, room, left, slab_limit)
     excess = holding.movable_bytes - (left - demand.n_slots * slab_experts * unit)
     chosen = _host_layers(demand, holding.movable, excess, n_host)
     staged = {l: demand.pinned[l] for l in holding.pinned}
@@ -170,17 +176,18 @@ def _share(demand: Demand, holding: _Holding, device: int, has_output: bool, sla
         staging=StagingPlan(demand.n_slots, slab_experts * -(-max(staged.values()) // demand.n_expert), slab_experts),
         host_layers=tuple(chosen),
         upload_bytes=sum(staged.values()),
-        short_bytes=demand.n_slots * n_lacking * unit,
+        is_short=is_short,
+        n_slabs=-(-demand.n_expert // slab_experts),
     )
 
 
-def _slab(demand: Demand, unit: int, room: int, left: int, slab_limit: int) -> tuple[int, int]:
-    """Experts per slab, and how many fewer than by default. `unit`: bytes of the largest expert."""
+def _slab(demand: Demand, unit: int, room: int, left: int, slab_limit: int) -> tuple[int, bool]:
+    """Experts per slab, and whether memory allows fewer than by default. `unit`: bytes of the largest expert."""
     if demand.slab_bytes is not None:
-        return max(1, min(demand.n_expert, demand.slab_bytes // unit)), 0
-    default = min(demand.n_expert, slab_limit, max(1, room // (2 * demand.n_slots) // unit))
-    n_experts = min(default, max(1, left // demand.n_slots // unit))
-    return n_experts, default - n_experts
+        return max(1, min(demand.n_expert, demand.slab_bytes // unit)), False
+    default = min(demand.n_expert, max(1, room // (2 * demand.n_slots) // unit))
+    possible = max(1, left // demand.n_slots // unit)
+    return min(default, possible, slab_limit), possible < default
 
 
 def _host_layers(demand: Demand, movable: Sequence[int], excess_bytes: int, n_host: int) -> list[int]:

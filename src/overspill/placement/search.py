@@ -1,14 +1,14 @@
 """One way to lay a model out, and the local search that improves it.
 
 A layout follows from how many layers each device gets. `improve` shifts one layer at a time from the device with most
-of the worst burden (bytes over its memory, then bytes missing in its staging ring, then bytes to upload) to one with
-less, as long as the layout gets better. Starting counts come from the user's shares, from free memory, or from an
+of the worst burden (bytes over its memory, or else bytes to upload) to one with less, as long as the layout gets
+better. Starting counts come from the user's shares, from free memory, or from an
 estimate that levels the uploads; from a good start a few steps are enough.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -61,29 +61,32 @@ class Layout:
         return self.projection.is_fitting and not any(self.projection.upload_bytes)
 
     @property
-    def busiest_bytes(self) -> int:
-        """Most bytes one device has to upload."""
-        return max(self.projection.upload_bytes, default=0)
+    def busiest_load(self) -> int:
+        """Load of the busiest link, with the price of small slabs."""
+        return max((share.link_load for share in self.projection.shares[:-1]), default=0)
 
     @property
     def is_over_on_devices(self) -> bool:
         return any(self.projection.over[:-1])
 
     @property
-    def burdens(self) -> tuple[tuple[int, ...], ...]:
-        """Bytes per device, the worst kind first: over its memory, missing in its ring, to upload."""
-        return self.projection.over[:-1], self.projection.short_bytes, self.projection.upload_bytes
-
-    @property
     def score(self) -> list[list[int]]:
-        """Lower is better: the worst device of the worst kind of burden decides."""
-        return [sorted(burden, reverse=True) for burden in self.burdens]
+        """Lower is better: bytes over memory decide before bytes to upload, the worst device before the others."""
+        return [sorted(self.projection.over[:-1], reverse=True), sorted(self.projection.upload_bytes, reverse=True)]
 
 
-def improve(ask: Ask, layout: Layout, *, n_burdens: int = 3) -> Layout:
-    """Shifts layers between devices, one at a time, as long as that lowers the score and one of the `n_burdens`
-    worst kinds of burden is left. The user's shares are not touched."""
-    while ask.shares is None and len(ask.used) > 1 and any(any(burden) for burden in layout.burdens[:n_burdens]):
+def relieve(ask: Ask, layout: Layout) -> Layout:
+    """`improve` no further than until no device is over its memory."""
+    return _shift_while(ask, layout, lambda layout: layout.is_over_on_devices)
+
+
+def improve(ask: Ask, layout: Layout) -> Layout:
+    """Shifts layers between devices, one at a time, as long as that lowers the score. The user's shares stay."""
+    return _shift_while(ask, layout, lambda layout: layout.is_over_on_devices or layout.busiest_load > 0)
+
+
+def _shift_while(ask: Ask, layout: Layout, is_wanting: Callable[[Layout], bool]) -> Layout:
+    while ask.shares is None and len(ask.used) > 1 and is_wanting(layout):
         better = next((l for l in _shifts(ask, layout) if l.score < layout.score), None)
         if better is None:
             break
@@ -92,17 +95,15 @@ def improve(ask: Ask, layout: Layout, *, n_burdens: int = 3) -> Layout:
 
 
 def _shifts(ask: Ask, layout: Layout) -> Iterator[Layout]:
-    """Layouts with one layer less on the device that has most of the worst burden; the least burdened ones get it,
-    first of all those with room for a layer without its experts."""
-    worst = next(burden for burden in layout.burdens if any(burden))
+    """Layouts with one layer less on the device that has most of the worst burden; the least burdened ones get it."""
+    uploads = layout.projection.upload_bytes
+    worst = layout.projection.over if layout.is_over_on_devices else uploads
     giver = max(range(len(ask.used)), key=lambda i: worst[ask.used[i]])
     if layout.counts[giver] == 0 or worst[ask.used[giver]] == 0:
         return
-    own = own_bytes(ask)
-    uploads = layout.projection.upload_bytes
     spare = [spare_bytes(ask, layout, device) for device in ask.used]
     receivers = [i for i in range(len(ask.used)) if i != giver]
-    receivers.sort(key=lambda i: (spare[i] < own, worst[ask.used[i]], uploads[ask.used[i]], -spare[i]))
+    receivers.sort(key=lambda i: (worst[ask.used[i]], uploads[ask.used[i]], -spare[i]))
     for receiver in receivers if layout.is_over_on_devices else receivers[:_N_RECEIVERS]:
         counts = list(layout.counts)
         counts[giver] -= 1
