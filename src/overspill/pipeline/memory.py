@@ -13,10 +13,8 @@ import torch
 from overspill.device.base import Buffer, Devices, MemoryKind
 from overspill.models.base import HParams
 from overspill.pipeline.ledger import Resource
-from overspill.pipeline.schedule import N_LOGITS_BUFFERS
 from overspill.pipeline.split import Layout
-
-MAX_LOGITS_ROWS = 128
+from overspill.placement.budget import N_LOGIT_BUFFERS, N_LOGIT_ROWS
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Sizes:
     @property
     def n_logits_rows(self) -> int:
         """Rows of logits computed at once; more wanted rows are computed in chunks."""
-        return min(self.n_ubatch, MAX_LOGITS_ROWS)
+        return min(self.n_ubatch, N_LOGIT_ROWS)
 
 
 class Memory:
@@ -93,10 +91,10 @@ class Memory:
         self._buffers["pos", i_device] = (inputs,)
 
     def _add_kv(self, i_layer: int, i_device: int) -> None:
-        hp, sizes = self._hp, self.sizes
-        shape = (sizes.n_slots, hp.n_head_kv, sizes.n_cells, hp.head_dim)
+        shapes = self._hp.kv_shape(i_layer).tensor_shapes(self.sizes.n_slots, self.sizes.n_cells)
         self._buffers["kv", i_layer] = tuple(
-            self._new(i_device, shape, torch.float32, MemoryKind.KV, f"{name}.{i_layer}") for name in ("k", "v")
+            self._new(i_device, shape, torch.float32, MemoryKind.KV, f"{name}.{i_layer}")
+            for name, shape in zip("kv", shapes, strict=False)
         )
 
     def _add_staging(self, i_device: int, n_bytes: int, n_staging: int) -> None:
@@ -107,7 +105,7 @@ class Memory:
     def _add_host(self, layout: Layout) -> None:
         host, sizes, V = self._devices.host, self.sizes, self._hp.n_vocab
         n_rows = sizes.n_logits_rows
-        for i in range(N_LOGITS_BUFFERS):
+        for i in range(N_LOGIT_BUFFERS):
             out = self._new(layout.output_device, (n_rows, V), torch.float32, MemoryKind.COMPUTE, f"logits{i}")
             self._buffers["logits", layout.output_device, i] = (out,)
             self._buffers["host_logits", i] = (host.allocate_pinned(n_rows * V * 4, name=f"host_logits{i}"),)

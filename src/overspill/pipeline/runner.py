@@ -22,6 +22,7 @@ from overspill.pipeline.schedule import Action, Order, Verb, WaveSchedule, actio
 from overspill.pipeline.split import Layout
 from overspill.pipeline.wave import Ubatch, Wave
 from overspill.pipeline.work import Work
+from overspill.placement.budget import N_LOGIT_BUFFERS
 
 _ITEMS = frozenset({Verb.LAYERS, Verb.ATTEND, Verb.EXPERTS})
 _EVENTS_KEPT = 4096
@@ -97,7 +98,7 @@ class Runner:
             self._select_host(action.layer, ubatches)
         if action.verb is Verb.READ_IDS:
             self._ids_asked.append(action.ubatch)
-        if action.verb is Verb.DOWNLOAD and len(self._downloads) == 2:
+        if action.verb is Verb.DOWNLOAD and len(self._downloads) == N_LOGIT_BUFFERS:
             self._read_logits_host(results)
         stream = self._devices.all[action.device].stream(action.stream.lane)
         for number in self._ledger.add(self._n_issued, action.stream, action.reads, action.writes).values():

@@ -3,7 +3,9 @@
 All schedules are orders of the same actions. Depth-first takes each ubatch through all layers; breadth-first takes
 all ubatches of the wave through each layer, so that a layer's host experts go up once per wave; serial is
 depth-first with every action waiting for the one before it. For one layer the order of ubatches is always the same,
-so results are bit for bit the same. Pure: reads values, yields values, knows no device.
+so results are bit for bit the same. Where a layer's experts go up, each ubatch attends just before it uses the first
+slab: the next device can start on the first ubatch while this one computes the second. Pure: reads values, yields
+values, knows no device.
 
 A resource is a tuple that starts with its name: ("x", device, ubatch) hidden states, ("route", device, ubatch)
 normed input, ids and weights of routing, ("pos", device) positions and token ids, ("slot", device, i) a staging slot,
@@ -15,14 +17,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from overspill.device.lane import Lane
 from overspill.pipeline.ledger import Resource, StreamId
 from overspill.pipeline.split import Layout, Split, SplitKind, cut
-
-N_LOGITS_BUFFERS = 2
+from overspill.placement.budget import N_LOGIT_BUFFERS
 
 
 class Order(StrEnum):
@@ -163,6 +164,8 @@ class _Emitter:
 
     def _run(self, split: Split, group: tuple[int, ...]) -> Iterator[Action]:
         match split.kind:
+            case SplitKind.ATTEND if not self._attends_first(split):
+                pass  # goes with the experts, ubatch by ubatch
             case SplitKind.EXPERTS if self._policy(split.first) is Policy.CPU:
                 yield from self._experts_on_host(split, group)
             case SplitKind.EXPERTS:
@@ -209,8 +212,8 @@ class _Emitter:
     def _experts_on_host(self, split: Split, group: tuple[int, ...]) -> Iterator[Action]:
         host = self._layout.host
         for m in group:
+            yield from self._attend(split, m)
             yield from self._move(host, m, with_route=True)
-        for m in group:
             x = ("x", host, m)
             stream = StreamId(host, Lane.COMPUTE)
             yield Action(
@@ -229,6 +232,13 @@ class _Emitter:
     def _policy(self, i_layer: int) -> Policy:
         return Policy.ALL if i_layer in self._layout.mixed else self._schedule.policy
 
+    def _attends_first(self, split: Split) -> bool:
+        """Whether all ubatches attend before the first expert: the routers' ids must be known for the upload."""
+        return self._policy(split.first) is Policy.SELECTED
+
+    def _attend(self, split: Split, m: int) -> Iterator[Action]:
+        return self._compute(replace(split, kind=SplitKind.ATTEND), m)
+
     def _read_ids(self, split: Split, group: tuple[int, ...]) -> Iterator[Action]:
         for m in group:
             stream = StreamId(split.device, Lane.HAND_OFF)
@@ -246,6 +256,8 @@ class _Emitter:
             weights = ("wide", device)
             yield from self._refill(device)
         for m in group:
+            if i_slab == 0 and not self._attends_first(split):
+                yield from self._attend(split, m)
             x = ("x", device, m)
             reads = (x, ("route", device, m), weights)
             yield Action(Verb.EXPERTS, stream, reads, (x,), layer=i_layer, ubatch=m, slab=i_slab, slot=slot)
@@ -260,7 +272,7 @@ class _Emitter:
         if self._n_chunks[m]:
             yield from self._move(split.device, m)
         for chunk in range(self._n_chunks[m]):
-            slot = self._n_outputs % N_LOGITS_BUFFERS
+            slot = self._n_outputs % N_LOGIT_BUFFERS
             self._n_outputs += 1
             logits, on_host = ("logits", split.device, slot), ("host_logits", slot)
             compute, down = StreamId(split.device, Lane.COMPUTE), StreamId(split.device, Lane.HAND_OFF)

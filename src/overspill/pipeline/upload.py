@@ -16,7 +16,7 @@ import torch
 from overspill.device.base import Buffer, Part
 from overspill.gguf.types import TensorType
 from overspill.pipeline.split import Slab
-from overspill.quant.experts import ExpertWeights
+from overspill.quant.experts import ExpertVectors, ExpertWeights
 from overspill.quant.qtensor import QTensor
 
 ALIGNMENT = 64
@@ -48,11 +48,13 @@ class HostPart:
 class HostExperts:
     """The routed experts of one layer in host RAM; a part that lives on the layer's device is None.
 
-    parts: gate, up, down. n_experts: of the layer.
+    parts: gate, up, down. n_experts: of the layer. vectors: their biases and scales, for the CPU; the layer's device
+    has its own.
     """
 
     parts: tuple[HostPart | None, HostPart | None, HostPart | None]
     n_experts: int
+    vectors: ExpertVectors
 
     @property
     def host_parts(self) -> Iterator[HostPart]:
@@ -66,7 +68,7 @@ class HostExperts:
     def in_place(self) -> ExpertWeights:
         """All experts where they are, for the CPU; every part must be on the host."""
         gate, up, down = (part.stacked(part.buffer.host_tensor, self.n_experts) for part in self.host_parts)
-        return ExpertWeights(gate, up, down)
+        return ExpertWeights(gate, up, down, vectors=self.vectors)
 
 
 def cut_slabs(n_experts: int, expert_bytes: Sequence[int], slot_bytes: int) -> tuple[Slab, ...]:
@@ -100,11 +102,16 @@ def upload_parts(experts: HostExperts, ids: Sequence[int]) -> list[Part]:
 
 
 def staged(
-    experts: HostExperts, ids: Sequence[int], slot: torch.Tensor, resident: Callable[[int], QTensor]
+    experts: HostExperts,
+    ids: Sequence[int],
+    slot: torch.Tensor,
+    resident: Callable[[int], QTensor],
+    vectors: ExpertVectors,
 ) -> ExpertWeights:
     """The experts `ids` as they lie in a slot (uint8) that `upload_parts` of the same ids has filled.
 
     resident: the whole stack of part 0, 1 or 2 (gate, up, down) if it is on the device; `ids` is a range in that case.
+    vectors: biases and scales of all the layer's experts, on the device.
     """
     stacks: list[QTensor] = []
     base = 0
@@ -116,7 +123,7 @@ def staged(
             base = align(base + len(ids) * part.expert_bytes)
     slot_of = np.full(experts.n_experts, -1, np.int32)
     slot_of[list(ids)] = np.arange(len(ids), dtype=np.int32)
-    return ExpertWeights(stacks[0], stacks[1], stacks[2], slot_of)
+    return ExpertWeights(stacks[0], stacks[1], stacks[2], slot_of, vectors)
 
 
 def _runs(ids: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -21,13 +21,14 @@ from overspill.device.lane import Lane
 from overspill.gguf.source import ModelSource
 from overspill.kernels import Ops
 from overspill.models.base import Block, HParams, Model, TensorSpec
+from overspill.models.layers import PARTS, expert_vectors
 from overspill.pipeline.split import Layout
 from overspill.pipeline.upload import HostExperts, HostPart
 from overspill.quant.dequant import dequantize
+from overspill.quant.experts import ExpertVectors
 from overspill.quant.qtensor import QTensor
 
 _RING_BYTES = 32 << 20
-_PARTS = ("gate", "up", "down")
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +70,8 @@ def load(
     for i_layer, layer_specs in enumerate(by_layer):
         if layout.has_host_experts(i_layer):
             staged = [s.name for s in layer_specs if _is_routed(s.name) and is_on_host(s.name)]
-            host_experts[i_layer] = loader.host_experts(i_layer, hp.n_expert, staged)
+            vectors = expert_vectors(loader.block(devices.host, _vectors(layer_specs), is_counted=False))
+            host_experts[i_layer] = loader.host_experts(i_layer, hp.n_expert, staged, vectors)
             layer_specs = [s for s in layer_specs if s.name not in staged]
         shared = [spec for name, spec in top.items() if name.startswith("rope_")]
         blocks.append(loader.block(devices.all[layout.layer_device[i_layer]], [*layer_specs, *shared]))
@@ -85,7 +87,12 @@ def _head(top: dict[str, TensorSpec]) -> list[TensorSpec]:
 
 
 def _is_routed(name: str) -> bool:
-    return any(name.endswith(f".ffn_{part}_exps.weight") for part in _PARTS)
+    return any(name.endswith(f".{part}.weight") for part in PARTS)
+
+
+def _vectors(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+    """Biases and scales of the routed experts."""
+    return [s for s in specs if any(s.name.endswith((f".{part}.bias", f".{part}.scale")) for part in PARTS)]
 
 
 class _Loader:
@@ -99,8 +106,13 @@ class _Loader:
         self._ring: _Ring | None = None
         self._to_fill: list[tuple[str, torch.Tensor]] = []
 
-    def block(self, device: Device, specs: Iterable[TensorSpec], *, tied: bool = False) -> Block:
-        """The tensors on a device, named without `blk.N.`; tied: the embedding serves as the head."""
+    def block(
+        self, device: Device, specs: Iterable[TensorSpec], *, tied: bool = False, is_counted: bool = True
+    ) -> Block:
+        """The tensors on a device, named without `blk.N.`; tied: the embedding serves as the head.
+
+        is_counted: whether they count as progress; a second copy does not.
+        """
         matrices: dict[str, QTensor] = {}
         vectors: dict[str, torch.Tensor] = {}
         for spec in specs:
@@ -110,14 +122,15 @@ class _Loader:
                 vectors[name] = self._vector(device, spec)
             else:
                 matrices[name] = self._matrix(device, spec)
-            self._progress(self._source.tensors[spec.name].n_bytes)
+            if is_counted:
+                self._progress(self._source.tensors[spec.name].n_bytes)
         return Block(self._ops_of(device), matrices, vectors)
 
-    def host_experts(self, i_layer: int, n_experts: int, staged: Sequence[str]) -> HostExperts:
+    def host_experts(self, i_layer: int, n_experts: int, staged: Sequence[str], vectors: ExpertVectors) -> HostExperts:
         """Routed experts of a layer in pinned memory: the tensors named in `staged`."""
-        names = (f"blk.{i_layer}.ffn_{part}_exps.weight" for part in _PARTS)
+        names = (f"blk.{i_layer}.{part}.weight" for part in PARTS)
         gate, up, down = (self._host_part(name) if name in staged else None for name in names)
-        return HostExperts((gate, up, down), n_experts)
+        return HostExperts((gate, up, down), n_experts, vectors)
 
     def _host_part(self, name: str) -> HostPart:
         info = self._source.tensors[name]
@@ -150,9 +163,9 @@ class _Loader:
         info = self._source.tensors[spec.name]
         raw = _tensor(self._source.bytes_of(spec.name))
         values = dequantize(QTensor.from_bytes(raw, info.type, info.shape)).contiguous()
-        if device.is_host:
-            return values
-        return self._send(device, values.view(torch.uint8).flatten(), spec.name).view(torch.float32).view(info.shape)
+        if not device.is_host:
+            values = self._send(device, values.view(torch.uint8).flatten(), spec.name).view(torch.float32)
+        return values.view(spec.shape)
 
     def _send(self, device: Device, raw: torch.Tensor, name: str) -> torch.Tensor:
         target = device.allocate((raw.numel(),), torch.uint8, kind=MemoryKind.WEIGHTS, name=name)

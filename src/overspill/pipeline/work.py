@@ -98,8 +98,8 @@ class Work:
         return UbatchView(ubatch.segments, self._one(("pos", device)).tensor[m, 0, : ubatch.n_tokens])
 
     def _cache(self, i_layer: int) -> KvCache:
-        k, v = self._memory["kv", i_layer]
-        return KvCache(k.tensor, v.tensor)
+        tensors = [buffer.tensor for buffer in self._memory["kv", i_layer]]
+        return KvCache.over(self._model.hparams.kv_shape(i_layer), tensors)
 
     def _x(self, action: Action, ubatch: Ubatch) -> torch.Tensor:
         return self._one(("x", action.device, action.ubatch)).tensor[: ubatch.n_tokens]
@@ -150,7 +150,8 @@ class Work:
         slot = self._one(("slot", action.device, action.slot))
 
         def body() -> None:
-            weights = staged(experts, ids, slot.tensor, partial(self._model.resident_part, layer))
+            vectors = self._model.expert_vectors(layer)
+            weights = staged(experts, ids, slot.tensor, partial(self._model.resident_part, layer), vectors)
             self._add_experts(action, ubatch, weights, self._model.ops(layer))
 
         return body

@@ -10,6 +10,8 @@ call at once (Numba's other built-in layer, workqueue, would not allow that).
 
 from __future__ import annotations
 
+from numba import set_num_threads
+
 from overspill.gguf.types import TensorType
 from overspill.kernels.numba.decode import DECODERS
 from overspill.kernels.numba.experts import experts
@@ -19,9 +21,14 @@ from overspill.kernels.numba.matmul import matmul
 if config.THREADING_LAYER == "default":
     config.THREADING_LAYER = "omp"
 
-__all__ = ["experts", "has_kernel", "matmul"]
+__all__ = ["experts", "has_kernel", "matmul", "use_threads"]
 
 
 def has_kernel(type: TensorType) -> bool:
     """Whether `matmul` and `experts` can read weights of this type."""
     return type in DECODERS
+
+
+def use_threads(n_threads: int) -> None:
+    """Threads that calls from the calling thread use; at most as many as Numba was started with."""
+    set_num_threads(min(n_threads, config.NUMBA_NUM_THREADS))
