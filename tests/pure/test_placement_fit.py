@@ -9,7 +9,7 @@ import pytest
 from overspill.errors import UserError
 from overspill.options import Options
 from overspill.placement import search
-from overspill.placement.budget import activation_bytes
+from overspill.placement.budget import SLOT_PADDING, activation_bytes
 from overspill.placement.plan import Placement, place
 from overspill.placement.shape import ModelShape
 from tests.pure.placement_models import GIB, MIB, make_machine, make_shape
@@ -309,7 +309,7 @@ def test_slab_sizes(options: Options, free_gib: float, slab_experts: int) -> Non
     plan = placement.staging[0]
     assert plan is not None
     assert plan.slab_experts == slab_experts
-    assert plan.slot_bytes == slab_experts * 900 * MIB // 16
+    assert plan.slot_bytes == slab_experts * 900 * MIB // 16 + SLOT_PADDING
     assert plan.n_slots == options.n_staging_slots
 
 

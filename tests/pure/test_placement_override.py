@@ -8,6 +8,7 @@ import pytest
 
 from overspill.errors import UserError
 from overspill.options import Options
+from overspill.placement.budget import SLOT_PADDING
 from overspill.placement.plan import Placement, place
 from overspill.placement.shape import ModelShape, sized_tensors
 from tests.pure.placement_models import MIB, make_machine
@@ -113,7 +114,7 @@ def test_part_of_the_experts_on_host() -> None:
     assert placement.upload_bytes == (8 * MIB, 8 * MIB)
     plan = placement.staging[0]
     assert plan is not None
-    assert (plan.slab_experts, plan.slot_bytes) == (4, 4 * MIB)
+    assert (plan.slab_experts, plan.slot_bytes) == (4, 4 * MIB + SLOT_PADDING)
 
 
 def test_output_follows_its_matrix() -> None:

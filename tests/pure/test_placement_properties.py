@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from overspill.errors import UserError
 from overspill.options import Options, parse_tensor_split
-from overspill.placement.budget import activation_bytes
+from overspill.placement.budget import SLOT_PADDING, activation_bytes
 from overspill.placement.machine import DeviceSpec, Machine
 from overspill.placement.plan import Placement, place
 from overspill.placement.shape import ModelShape, Role
@@ -114,7 +114,7 @@ def check_staging(shape: ModelShape, placement: Placement) -> None:
         ]
         assert plan.n_slots >= 2
         assert 1 <= plan.slab_experts <= shape.n_expert
-        assert plan.slot_bytes == plan.slab_experts * -(-max(per_layer) // shape.n_expert)
+        assert plan.slot_bytes == plan.slab_experts * -(-max(per_layer) // shape.n_expert) + SLOT_PADDING
         assert placement.budgets[device].staging_bytes == plan.n_slots * plan.slot_bytes
 
 

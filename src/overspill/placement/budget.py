@@ -58,17 +58,25 @@ def activation_bytes(shape: ModelShape, *, n_ubatch: int, n_wave: int, has_outpu
     )
 
 
+SLOT_PADDING: Final = 192
+"""Bytes a slot has beyond its experts, because the parts of a slab start at aligned offsets."""
+
+
 @dataclass(frozen=True, slots=True)
 class StagingPlan:
-    """The staging ring of a device: `n_slots` slots of `slot_bytes`, each holding up to `slab_experts` experts."""
+    """The staging ring of a device: `n_slots` slots of `slot_bytes`, each holding up to `slab_experts` experts.
+
+    wide_bytes: one slab dequantised, on devices whose kernels want that.
+    """
 
     n_slots: int
     slot_bytes: int
     slab_experts: int
+    wide_bytes: int = 0
 
     @property
     def n_bytes(self) -> int:
-        return self.n_slots * self.slot_bytes
+        return self.n_slots * self.slot_bytes + self.wide_bytes
 
 
 @dataclass(frozen=True, slots=True)

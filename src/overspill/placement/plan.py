@@ -77,16 +77,25 @@ class Placement:
 
 
 def place(
-    shape: ModelShape, machine: Machine, options: Options, *, n_ubatch: int, n_wave: int, grain: int
+    shape: ModelShape,
+    machine: Machine,
+    options: Options,
+    *,
+    n_ubatch: int,
+    n_wave: int,
+    grain: int,
+    wide_value_bytes: int = 0,
 ) -> Placement:
     """Place `shape` on `machine` for waves of `n_wave` tokens in ubatches of `n_ubatch`, `grain` layers a turn.
+
+    wide_value_bytes: bytes per value of a slab that is dequantised before it is used; 0: slabs are used as they are.
 
     `-dev` and `--device-memory` are applied to the machine before (`Machine.select`, `Machine.capped`). `UserError`
     for flags that this machine or model cannot follow, and when it does not fit.
     """
     stages = choose_stages(machine, options)
     pins = resolve(shape, machine, options)
-    demand = _demand(shape, machine, options, pins, n_ubatch, n_wave)
+    demand = _demand(shape, machine, options, pins, n_ubatch, n_wave, wide_value_bytes)
     ask = _ask(shape, options, stages, pins, demand, grain)
     layout = literal(ask) if options.fit == "off" else fit(ask)
     _refuse_overflow(machine, options, demand, layout)
@@ -108,7 +117,15 @@ def place(
     )
 
 
-def _demand(shape: ModelShape, machine: Machine, options: Options, pins: Pins, n_ubatch: int, n_wave: int) -> Demand:
+def _demand(
+    shape: ModelShape,
+    machine: Machine,
+    options: Options,
+    pins: Pins,
+    n_ubatch: int,
+    n_wave: int,
+    wide_value_bytes: int,
+) -> Demand:
     host = machine.host_index
     pinned, resident = [0] * shape.n_layer, [0] * shape.n_layer
     for t in shape.tensors if pins.expert_home else ():
@@ -136,6 +153,7 @@ def _demand(shape: ModelShape, machine: Machine, options: Options, pins: Pins, n
         activation_bytes=activations.total - activations.logits,
         logits_bytes=activations.logits,
         n_slots=options.n_staging_slots,
+        wide_expert_bytes=wide_value_bytes * shape.expert_values,
         slab_bytes=None if options.slab_mib is None else options.slab_mib * MIB,
         is_host_mapped=options.load_mode == "mmap",
     )

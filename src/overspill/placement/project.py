@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from overspill.placement.budget import StagingPlan
+from overspill.placement.budget import SLOT_PADDING, StagingPlan
 from overspill.placement.layout import spread
 
 
@@ -25,7 +25,8 @@ class Demand:
     fixed: weights that must be where the layer computes. movable: routed experts that may stay in host RAM instead.
     pinned: routed experts that do stay there. weights: all of these. kv_per_cell, state: cache bytes per context
     cell, and for all sequences together. capacity: bytes, the host last. n_cpu_moe: leading layers whose number of
-    expert sets must be in host RAM, wherever. is_host_mapped: host weights need not fit in memory.
+    expert sets must be in host RAM, wherever. wide_expert_bytes: one expert dequantised, 0 where no kernel wants that.
+    is_host_mapped: host weights need not fit in memory.
     """
 
     fixed: tuple[int, ...]
@@ -44,6 +45,7 @@ class Demand:
     logits_bytes: int
     n_slots: int
     slab_bytes: int | None
+    wide_expert_bytes: int
     is_host_mapped: bool
 
     @property
@@ -164,16 +166,19 @@ def _share(demand: Demand, holding: _Holding, device: int, has_output: bool, sla
         return Share(weights + holding.movable_bytes, holding.kv_bytes, compute)
     unit = -(-holding.largest_bytes // demand.n_expert)
     slab_experts, is_short = _slab(demand, unit, room, left, slab_limit)
-    excess = holding.movable_bytes - (left - demand.n_slots * slab_experts * unit)
+    wide_bytes = slab_experts * demand.wide_expert_bytes
+    ring_bytes = demand.n_slots * (slab_experts * unit + SLOT_PADDING) + wide_bytes
+    excess = holding.movable_bytes - (left - ring_bytes)
     chosen = _host_layers(demand, holding.movable, excess, n_host)
     staged = {l: demand.pinned[l] for l in holding.pinned}
     for l in chosen:
         staged[l] = demand.movable[l] + demand.pinned[l]
+    slot_bytes = slab_experts * -(-max(staged.values()) // demand.n_expert) + SLOT_PADDING
     return Share(
         weights_bytes=weights + holding.movable_bytes - sum([demand.movable[l] for l in chosen]),
         kv_bytes=holding.kv_bytes,
         compute_bytes=compute,
-        staging=StagingPlan(demand.n_slots, slab_experts * -(-max(staged.values()) // demand.n_expert), slab_experts),
+        staging=StagingPlan(demand.n_slots, slot_bytes, slab_experts, wide_bytes),
         host_layers=tuple(chosen),
         upload_bytes=sum(staged.values()),
         is_short=is_short,
@@ -185,8 +190,10 @@ def _slab(demand: Demand, unit: int, room: int, left: int, slab_limit: int) -> t
     """Experts per slab, and whether memory allows fewer than by default. `unit`: bytes of the largest expert."""
     if demand.slab_bytes is not None:
         return max(1, min(demand.n_expert, demand.slab_bytes // unit)), False
-    default = min(demand.n_expert, max(1, room // (2 * demand.n_slots) // unit))
-    possible = max(1, left // demand.n_slots // unit)
+    ring_unit = demand.n_slots * unit + demand.wide_expert_bytes
+    padding = demand.n_slots * SLOT_PADDING
+    default = min(demand.n_expert, max(1, (room // 2 - padding) // ring_unit))
+    possible = max(1, (left - padding) // ring_unit)
     return min(default, possible, slab_limit), possible < default
 
 

@@ -70,6 +70,7 @@ class ModelShape:
     kv_bytes_per_cell: per layer, bytes one context cell takes. state_bytes: per layer, bytes of recurrent state for
     each sequence slot. flops_per_token: per layer, products with weights. attention_flops: per layer, for each pair
     of a query token and a visible key (4 * heads * head size). n_residual: residual streams per token.
+    expert_values: weights of one routed expert, in the layer where they are most.
     """
 
     name: str
@@ -87,6 +88,7 @@ class ModelShape:
     attention_flops: tuple[float, ...]
     output_flops: float
     n_residual: int = 1
+    expert_values: int = 0
 
     def __post_init__(self) -> None:
         per_layer = (self.kv_bytes_per_cell, self.state_bytes, self.flops_per_token, self.attention_flops)
