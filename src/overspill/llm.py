@@ -69,7 +69,7 @@ class LLM:
         self.options = options_from(options)
         self.n_threads = self.options.threads or len(os.sched_getaffinity(0))
         self.source: ModelSource = open_gguf(model) if isinstance(model, str | os.PathLike) else model
-        arch, self.hparams, specs = understand(self.source)
+        arch, self.hparams, specs, self.source = understand(self.source)
         self._tokenizer = tokenizer_of(self.source) if has_tokenizer(self.source) else None
         shape = model_shape(self.source.name, self.hparams, specs, self.source.tensors)
         done = _counter(progress, shape.total_bytes)
@@ -91,8 +91,7 @@ class LLM:
                 progress=done,
             )
             self.sizes = Sizes.of_plan(placed.n_ubatch, placed.n_wave, self.options.n_parallel, placed.n_ctx)
-            n_staging = self.options.n_staging_slots
-            memory = Memory(self.devices, layout, self.hparams, self.sizes, self.plan.slot_bytes, n_staging)
+            memory = Memory(self.devices, layout, self.hparams, self.sizes, placed.staging)
             work = Work(loaded.model, layout, memory, loaded.host_experts, cpu.OPS)
             self.runner = Runner(self.devices, layout, memory, work, max_in_flight=self.plan.max_in_flight)
             on_failure.pop_all()

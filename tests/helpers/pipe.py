@@ -20,8 +20,7 @@ from overspill.device.null import NullBackend, NullDevice, NullHost, NullLog
 from overspill.device.virtual import VirtualStream
 from overspill.gguf.source import ModelSource
 from overspill.kernels import ref
-from overspill.models.check import check_tensors
-from overspill.models.registry import architecture
+from overspill.models.check import understand
 from overspill.pipeline import weights
 from overspill.pipeline.memory import Memory, Sizes
 from overspill.pipeline.runner import Runner
@@ -31,6 +30,7 @@ from overspill.pipeline.upload import cut_slabs, slot_bytes_for
 from overspill.pipeline.wave import Ubatch, Wave
 from overspill.pipeline.weights import load
 from overspill.pipeline.work import Work
+from overspill.placement.budget import StagingPlan
 
 ORDERS_AND_POLICIES = [(order, policy) for order in Order for policy in Policy]
 
@@ -127,6 +127,12 @@ def rare_delays(seed: int, *, share: float = 0.25, longest_s: float = 0.0008) ->
     return patch.object(VirtualStream, "_delay", delay)
 
 
+def staging_plans(slot_bytes: Sequence[int], shape: Shape) -> tuple[StagingPlan | None, ...]:
+    """Staging rings with slots of these sizes; none where a device stages nothing."""
+    plans = [StagingPlan(shape.n_staging, n_bytes, shape.slab_experts) if n_bytes else None for n_bytes in slot_bytes]
+    return tuple(plans)
+
+
 @dataclass
 class Pipe:
     """An assembled pipeline. uploaded_bytes and the like are counted from here, loading excepted."""
@@ -195,9 +201,7 @@ def pipe(
     kind: str = "virtual",
 ) -> Iterator[Pipe]:
     """Open devices, load, reserve; close at the end."""
-    arch = architecture(source.keys.arch)
-    hp = arch.read_hparams(source.keys)
-    specs = check_tensors(arch.tensors(hp), source.tensors)
+    arch, hp, specs, source = understand(source)
     layout, slot_bytes = make_layout(source, hp.n_layer, hp.n_expert, shape)
     devices = _open(kind, shape.n_devices, chaos_seed)
     try:
@@ -205,7 +209,9 @@ def pipe(
             loaded = load(
                 source, specs, arch.Model, hp, layout, devices, lambda device: ref.OPS, is_on_host=shape.is_on_host
             )
-        memory = Memory(devices, layout, hp, Sizes(n_ubatch, n_ubatches, n_slots, n_cells), slot_bytes, shape.n_staging)
+        memory = Memory(
+            devices, layout, hp, Sizes(n_ubatch, n_ubatches, n_slots, n_cells), staging_plans(slot_bytes, shape)
+        )
         work = Work(loaded.model, layout, memory, loaded.host_experts, ref.OPS)
         runner = Runner(devices, layout, memory, work, max_in_flight=max_in_flight)
         n_bytes = sum(experts.n_bytes for experts in loaded.host_experts.values())

@@ -51,11 +51,6 @@ class Plan:
     predicted: Prediction
 
     @property
-    def slot_bytes(self) -> tuple[int, ...]:
-        """Bytes of a staging slot, per accelerator; 0 where nothing is staged."""
-        return tuple(0 if s is None else s.slot_bytes for s in self.placement.staging)
-
-    @property
     def predicted_tokens_per_second(self) -> float:
         """Simulated prefill rate of the reference prompt."""
         return sum(self.reference.n_tokens) / self.predicted.wave_us * 1e6

@@ -6,6 +6,7 @@ case is known to fit when loading ends.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from overspill.device.base import Buffer, Devices, MemoryKind
 from overspill.models.base import HParams
 from overspill.pipeline.ledger import Resource
 from overspill.pipeline.split import Layout
-from overspill.placement.budget import N_LOGIT_BUFFERS, N_LOGIT_ROWS
+from overspill.placement.budget import N_LOGIT_BUFFERS, N_LOGIT_ROWS, StagingPlan
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,28 @@ class Sizes:
         return min(self.n_ubatch, N_LOGIT_ROWS)
 
 
+@dataclass(frozen=True)
+class Precision:
+    """Types of the buffers that kernels share: the normed input of experts, and keys and values."""
+
+    normed: torch.dtype = torch.float32
+    kv: torch.dtype = torch.float32
+
+
 class Memory:
     """All buffers of a run, by the resource names of `pipeline.schedule`."""
 
     def __init__(
-        self, devices: Devices, layout: Layout, hp: HParams, sizes: Sizes, slot_bytes: tuple[int, ...], n_staging: int
+        self,
+        devices: Devices,
+        layout: Layout,
+        hp: HParams,
+        sizes: Sizes,
+        staging: Sequence[StagingPlan | None],
+        precision: Precision = Precision(),  # noqa: B008
     ) -> None:
         self.sizes = sizes
+        self._precision = precision
         self.n_vocab = hp.n_vocab
         self.n_expert_used = hp.n_expert_used
         self._devices = devices
@@ -55,8 +71,9 @@ class Memory:
             self._add_inputs(i_device)
         for i_layer, i_device in enumerate(layout.layer_device):
             self._add_kv(i_layer, i_device)
-        for i_device, n_bytes in enumerate(slot_bytes):
-            self._add_staging(i_device, n_bytes, n_staging)
+        for i_device, plan in enumerate(staging):
+            if plan is not None:
+                self._add_staging(i_device, plan)
         self._add_host(layout)
 
     def __getitem__(self, resource: Resource) -> tuple[Buffer, ...]:
@@ -79,7 +96,7 @@ class Memory:
             self._buffers["x", i_device, m] = (x,)
             if hp.n_expert:
                 self._buffers["route", i_device, m] = (
-                    self._new(i_device, (T, hp.n_embd), torch.float32, compute, f"normed{m}"),
+                    self._new(i_device, (T, hp.n_embd), self._precision.normed, compute, f"normed{m}"),
                     self._new(i_device, (T, hp.n_expert_used), torch.int32, compute, f"ids{m}"),
                     self._new(i_device, (T, hp.n_expert_used), torch.float32, compute, f"mix{m}"),
                 )
@@ -93,14 +110,17 @@ class Memory:
     def _add_kv(self, i_layer: int, i_device: int) -> None:
         shapes = self._hp.kv_shape(i_layer).tensor_shapes(self.sizes.n_slots, self.sizes.n_cells)
         self._buffers["kv", i_layer] = tuple(
-            self._new(i_device, shape, torch.float32, MemoryKind.KV, f"{name}.{i_layer}")
+            self._new(i_device, shape, self._precision.kv, MemoryKind.KV, f"{name}.{i_layer}")
             for name, shape in zip("kv", shapes, strict=False)
         )
 
-    def _add_staging(self, i_device: int, n_bytes: int, n_staging: int) -> None:
-        for i in range(n_staging if n_bytes else 0):
-            slot = self._new(i_device, (n_bytes,), torch.uint8, MemoryKind.STAGING, f"slot{i}")
+    def _add_staging(self, i_device: int, plan: StagingPlan) -> None:
+        for i in range(plan.n_slots):
+            slot = self._new(i_device, (plan.slot_bytes,), torch.uint8, MemoryKind.STAGING, f"slot{i}")
             self._buffers["slot", i_device, i] = (slot,)
+        if plan.wide_bytes:
+            wide = self._new(i_device, (plan.wide_bytes,), torch.uint8, MemoryKind.STAGING, "wide")
+            self._buffers["wide", i_device] = (wide,)
 
     def _add_host(self, layout: Layout) -> None:
         host, sizes, V = self._devices.host, self.sizes, self._hp.n_vocab

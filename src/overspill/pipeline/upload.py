@@ -74,7 +74,7 @@ class HostExperts:
 def cut_slabs(n_experts: int, expert_bytes: Sequence[int], slot_bytes: int) -> tuple[Slab, ...]:
     """Consecutive ranges of experts, each of which fits in a slot; sizes differ by at most one expert.
 
-    expert_bytes: bytes of one expert's gate, up and down. slot_bytes must be at least `slot_bytes_for(.., 1)`.
+    expert_bytes: bytes of one expert's staged parts. slot_bytes must be at least `slot_bytes_for(.., 1)`.
     """
     most = min(n_experts, (slot_bytes - len(expert_bytes) * (ALIGNMENT - 1)) // sum(expert_bytes))
     assert most > 0, "the plan gave a slot that holds no expert"
