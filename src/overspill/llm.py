@@ -94,18 +94,18 @@ class LLM:
             memory = Memory(self.devices, layout, self.hparams, self.sizes, placed.staging)
             work = Work(loaded.model, layout, memory, loaded.host_experts, cpu.OPS)
             self.runner = Runner(self.devices, layout, memory, work, max_in_flight=self.plan.max_in_flight)
+            self._running = threading.Lock()
+            self._engine = Engine(
+                self.run_wave,
+                n_vocab=self.hparams.n_vocab,
+                n_ctx_slot=self.sizes.n_cells,
+                n_slots=self.sizes.n_slots,
+                n_ubatch=self.sizes.n_ubatch,
+                n_wave=placed.n_wave,
+            )
             on_failure.pop_all()
         self.host_expert_bytes = sum(experts.n_bytes for experts in loaded.host_experts.values())
-        self._running = threading.Lock()
         self._numbers = itertools.count()
-        self._engine = Engine(
-            self.run_wave,
-            n_vocab=self.hparams.n_vocab,
-            n_ctx_slot=self.sizes.n_cells,
-            n_slots=self.sizes.n_slots,
-            n_ubatch=self.sizes.n_ubatch,
-            n_wave=placed.n_wave,
-        )
         self._loop = EngineLoop(self._engine)
         self.reset_counters()
 
@@ -124,18 +124,17 @@ class LLM:
         text, pieces, tokens = TextStream(self.tokenizer, stop), [], []
         with self.submit(self.request(ids, params)) as events:
             for event in events:
-                if isinstance(event, TokenEvent):
+                if isinstance(event, TokenEvent) and not text.stopped_by:
                     tokens.append(event.token_id)
-                    if not event.is_stop:
-                        pieces.append(text.push(event.token_id))
-                    if text.stopped_by is not None:
-                        done = DoneEvent(event.request_id, "stop", len(ids), len(tokens))
-                        break
+                    pieces.append("" if event.is_stop else text.push(event.token_id))
+                    if text.stopped_by:
+                        self.cancel(event.request_id)
                 elif isinstance(event, DoneEvent):
                     done = event
         if done.reason == "error":
             raise RuntimeError(f"{self.source.name}: {done.message}")
-        return Completion("".join(pieces) + text.finish(), tokens, len(ids), done.reason, done.timings)
+        reason = "stop" if text.stopped_by else done.reason
+        return Completion("".join(pieces) + text.finish(), tokens, len(ids), reason, done.timings)
 
     # --- ids in, events out: the door for server, command line and benchmark
 
@@ -157,9 +156,11 @@ class LLM:
         with self._running:
             if self._engine.has_work:
                 raise UserError("logits: requests are in flight; wait for them first")
-            self._engine.forget_cells()
             if not 0 < len(ids) <= self.sizes.n_cells:
                 raise UserError(f"logits: {len(ids)} tokens; give from 1 to the context, {self.sizes.n_cells}")
+            if not 0 <= min(ids) <= max(ids) < self.hparams.n_vocab:
+                raise UserError(f"logits: ids from {min(ids)} to {max(ids)}; the model has {self.hparams.n_vocab}")
+            self._engine.forget_cells()
             rows = [r for wave in self._waves_of(ids) for r in self.runner.run(wave, self._schedule(wave))]
         return torch.cat(rows)
 

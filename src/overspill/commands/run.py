@@ -82,17 +82,18 @@ def _answer(llm: LLM, ids: Sequence[int], params: SamplingParams, stop: Sequence
             match event:
                 case ProgressEvent():
                     progress(event.n_done, event.n_total)
-                case TokenEvent():
+                case TokenEvent() if not text.stopped_by:
                     until_first_token.close()
                     answer.tokens.append(event.token_id)
                     show("" if event.is_stop else text.push(event.token_id))
-                    if text.stopped_by is not None:
-                        answer.finish_reason = "stop"
-                        break
+                    if text.stopped_by:
+                        llm.cancel(event.request_id)
                 case DoneEvent():
                     answer.finish_reason, answer.timings = event.reason, event.timings
                     if event.reason == "error":
                         raise UserError(f"{llm.source.name}: {event.message}")
+    if text.stopped_by:
+        answer.finish_reason = "stop"
     show(text.finish())
     return answer
 
