@@ -122,18 +122,20 @@ class LLM:
         """Continue a prompt (text, or token ids) until an end token, a stop string, or a limit."""
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         text, pieces, tokens = TextStream(self.tokenizer, stop), [], []
+        is_stopped = False
         with self.submit(self.request(ids, params)) as events:
             for event in events:
-                if isinstance(event, TokenEvent) and not text.stopped_by:
+                if isinstance(event, TokenEvent) and not is_stopped:
                     tokens.append(event.token_id)
                     pieces.append("" if event.is_stop else text.push(event.token_id))
-                    if text.stopped_by:
+                    is_stopped = text.stopped_by is not None
+                    if is_stopped:
                         self.cancel(event.request_id)
                 elif isinstance(event, DoneEvent):
                     done = event
         if done.reason == "error":
             raise RuntimeError(f"{self.source.name}: {done.message}")
-        reason = "stop" if text.stopped_by else done.reason
+        reason = "stop" if is_stopped else done.reason
         return Completion("".join(pieces) + text.finish(), tokens, len(ids), reason, done.timings)
 
     # --- ids in, events out: the door for server, command line and benchmark

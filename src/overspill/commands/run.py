@@ -70,6 +70,7 @@ def _chat_ids(tokenizer: Tokenizer, template: ChatTemplate, prompt: str) -> list
 
 def _answer(llm: LLM, ids: Sequence[int], params: SamplingParams, stop: Sequence[str], *, is_quiet: bool) -> _Answer:
     answer, text = _Answer(), TextStream(llm.tokenizer, stop)
+    is_stopped = False
 
     def show(piece: str) -> None:
         answer.pieces.append(piece)
@@ -82,17 +83,18 @@ def _answer(llm: LLM, ids: Sequence[int], params: SamplingParams, stop: Sequence
             match event:
                 case ProgressEvent():
                     progress(event.n_done, event.n_total)
-                case TokenEvent() if not text.stopped_by:
+                case TokenEvent() if not is_stopped:
                     until_first_token.close()
                     answer.tokens.append(event.token_id)
                     show("" if event.is_stop else text.push(event.token_id))
-                    if text.stopped_by:
+                    is_stopped = text.stopped_by is not None
+                    if is_stopped:
                         llm.cancel(event.request_id)
                 case DoneEvent():
                     answer.finish_reason, answer.timings = event.reason, event.timings
                     if event.reason == "error":
                         raise UserError(f"{llm.source.name}: {event.message}")
-    if text.stopped_by:
+    if is_stopped:
         answer.finish_reason = "stop"
     show(text.finish())
     return answer
