@@ -15,8 +15,7 @@ from overspill.device.cpu import CpuDevice
 from overspill.gguf.source import ModelSource
 from overspill.kernels import Ops, ref
 from overspill.models.base import Model, UbatchView, forward
-from overspill.models.check import check_tensors
-from overspill.models.registry import architecture
+from overspill.models.check import understand
 from overspill.pipeline.split import Layout
 from overspill.pipeline.weights import load
 
@@ -26,19 +25,18 @@ SHARED = Path(__file__).parents[3] / "shared" / "fixtures"
 
 def plain_model(source: ModelSource, ops: Ops = ref.OPS) -> Model:
     """All weights in place on the CPU."""
-    arch = architecture(source.keys.arch)
-    hp = arch.read_hparams(source.keys)
-    specs = check_tensors(arch.tensors(hp), source.tensors)
+    arch, hp, specs, source = understand(source)
     layout = Layout(0, (0,) * hp.n_layer, 0, ((),) * hp.n_layer)
     devices = Devices((), CpuDevice(is_asynchronous=False))
     return load(source, specs, arch.Model, hp, layout, devices, lambda device: ops).model
 
 
-def new_caches(model: Model, n_cells: int) -> list[KvCache]:
-    """An empty cache for one sequence."""
-    hp = model.hparams
-    shape = (1, hp.n_head_kv, n_cells, hp.head_dim)
-    return [KvCache(torch.full(shape, torch.nan), torch.full(shape, torch.nan)) for _ in range(hp.n_layer)]
+def new_caches(model: Model, n_cells: int, *, n_slots: int = 1) -> list[KvCache]:
+    """Empty caches, one for each layer."""
+    shapes = [model.hparams.kv_shape(i) for i in range(model.hparams.n_layer)]
+    return [
+        KvCache.over(s, [torch.full(dims, torch.nan) for dims in s.tensor_shapes(n_slots, n_cells)]) for s in shapes
+    ]
 
 
 def plain_logits(model: Model, ids: Sequence[int], n_ubatch: int) -> torch.Tensor:

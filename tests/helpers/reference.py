@@ -6,20 +6,18 @@ from collections.abc import Sequence
 
 import torch
 
-from overspill.cache.kv import KvCache
 from overspill.models.base import Model, UbatchView
 from overspill.pipeline.wave import Ubatch, Wave
+from tests.helpers.plain import new_caches
 
 
 class Reference:
     """A model on the CPU with caches of its own. `chosen` says which experts the last wave's routers picked."""
 
     def __init__(self, model: Model, *, n_slots: int = 1, n_cells: int, n_rows: int = 128) -> None:
-        hp = model.hparams
-        shape = (n_slots, hp.n_head_kv, n_cells, hp.head_dim)
         self._model = model
         self._n_rows = n_rows
-        self._caches = [KvCache(torch.full(shape, torch.nan), torch.full(shape, torch.nan)) for _ in range(hp.n_layer)]
+        self._caches = new_caches(model, n_cells, n_slots=n_slots)
         self.chosen: list[list[set[int]]] = []
 
     def run(self, wave: Wave) -> list[torch.Tensor]:

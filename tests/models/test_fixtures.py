@@ -4,20 +4,49 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
-from overspill.gguf import open_gguf
-from tests.helpers.plain import DATA, plain_logits, plain_model
+from overspill.cache.cells import Segment
+from overspill.models.base import Model, UbatchView, forward
+from tests.helpers.plain import new_caches, plain_logits
+from tests.models.fixtures import MODELS, Case
 
-MODELS = ["llama", "mixtral", "qwen2", "qwen3", "qwen3-yarn", "qwen3moe"]
-TOLERANCE = 2e-4
+ORACLES = ("hf", "llamacpp")
 
 
 @pytest.mark.parametrize("n_ubatch", [1000, 16])
 @pytest.mark.parametrize("prompt", [0, 1, 2])
-@pytest.mark.parametrize("name", MODELS)
-def test_logits(name: str, prompt: int, n_ubatch: int) -> None:
-    expected = np.load(DATA / "models" / f"{name}.npz")
-    model = plain_model(open_gguf(DATA / "models" / f"{name}.gguf"))
-    logits = plain_logits(model, expected[f"input_ids_{prompt}"], n_ubatch).numpy()
-    for oracle in ("hf", "llamacpp"):
-        np.testing.assert_allclose(logits, expected[f"{oracle}_logits_{prompt}"], rtol=0, atol=TOLERANCE)
+@pytest.mark.parametrize("case", MODELS, ids=str)
+def test_logits(case: Case, prompt: int, n_ubatch: int) -> None:
+    logits = plain_logits(case.model, case.expected(f"input_ids_{prompt}"), n_ubatch).numpy()
+    for oracle in ORACLES:
+        expected = case.expected(f"{oracle}_logits_{prompt}")
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=case.tolerance(oracle))
+
+
+@pytest.mark.parametrize("n_ubatch", [1, 3, 64, 133])
+@pytest.mark.parametrize("case", MODELS, ids=str)
+def test_any_ubatch_size(case: Case, n_ubatch: int) -> None:
+    logits = plain_logits(case.model, case.expected("input_ids_1"), n_ubatch).numpy()
+    for oracle in ORACLES:
+        np.testing.assert_allclose(logits, case.expected(f"{oracle}_logits_1"), rtol=0, atol=case.tolerance(oracle))
+
+
+@pytest.mark.parametrize("prompt", [0, 1, 2])
+@pytest.mark.parametrize("case", MODELS, ids=str)
+def test_greedy_tokens(case: Case, prompt: int) -> None:
+    expected = [case.expected(f"{oracle}_greedy_{prompt}").tolist() for oracle in ORACLES]
+    assert [_greedy(case.model, case.expected(f"input_ids_{prompt}").tolist(), len(expected[0]))] * 2 == expected
+
+
+def _greedy(model: Model, ids: list[int], n: int) -> list[int]:
+    """`n` tokens after a prompt, one at a time, on the cache of those before."""
+    caches = new_caches(model, len(ids) + n)
+    tokens: list[int] = []
+    piece = ids
+    for _ in range(n):
+        first = len(ids) + len(tokens) - len(piece)
+        view = UbatchView((Segment(0, first, len(piece)),), torch.arange(first, first + len(piece), dtype=torch.int32))
+        tokens.append(int(forward(model, torch.tensor(piece), caches, view)[-1].argmax()))
+        piece = tokens[-1:]
+    return tokens

@@ -1,30 +1,41 @@
 """Keys and values of one layer: a view over memory that the layer's device owns.
 
-Layout `[slot, kv head, cell, channel]`: the keys of one head of one sequence are contiguous.
+Layout `[slot, kv head, cell, channel]`: the keys of one head of one sequence are contiguous. Layers with a sliding
+window keep all positions too, and read only those in the window.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from overspill.cache.cells import Segment
+from overspill.cache.cells import KvShape, Segment
 
 
 @dataclass(frozen=True, eq=False)
 class KvCache:
-    """k: `[S, G, C, A]`, v: `[S, G, C, A]` (S slots, G kv heads, C cells a slot, A head dim)."""
+    """k: `[S, G, C, A]`, v: `[S, G, C, B]` (S slots, G kv heads, C cells a slot, A and B channels).
+
+    v may be a view of the first B channels of k; then the values of a token are those channels of its key.
+    """
 
     k: torch.Tensor
     v: torch.Tensor
 
-    def append(self, segment: Segment, k_TGA: torch.Tensor, v_TGA: torch.Tensor) -> None:
+    @classmethod
+    def over(cls, shape: KvShape, tensors: Sequence[torch.Tensor]) -> KvCache:
+        """A cache over tensors of the shapes that `KvShape.tensor_shapes` gives."""
+        return cls(tensors[0], tensors[1] if shape.has_values else tensors[0][..., : shape.value_dim])
+
+    def append(self, segment: Segment, k_TGA: torch.Tensor, v_TGB: torch.Tensor) -> None:
         """Write the keys and values of a segment's tokens into their cells."""
         cells = slice(segment.first_pos, segment.end_pos)
         self.k[segment.slot, :, cells] = k_TGA.transpose(0, 1)
-        self.v[segment.slot, :, cells] = v_TGA.transpose(0, 1)
+        self.v[segment.slot, :, cells] = v_TGB.transpose(0, 1)
 
-    def visible(self, segment: Segment) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[G, C', A]` of the sequence up to and including the segment's last token."""
-        return self.k[segment.slot, :, : segment.end_pos], self.v[segment.slot, :, : segment.end_pos]
+    def visible(self, segment: Segment, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys `[G, C', A]` and values of the positions from `first` to the segment's last."""
+        cells = slice(first, segment.end_pos)
+        return self.k[segment.slot, :, cells], self.v[segment.slot, :, cells]

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from overspill.gguf.source import ModelSource
-from overspill.llm import machine_for
+from overspill.llm import has_gpus, machine_for, shape_for
 from overspill.models.check import understand
-from overspill.models.describe import model_shape
 from overspill.options import options_from
 from overspill.pipeline.choose import Plan, choose
 from overspill.pipeline.simulate import WaveShape, grid
@@ -35,13 +34,13 @@ class MadePlan:
 def make_plan(source: ModelSource, machine: Path | None, options: Mapping[str, Any]) -> MadePlan:
     """Plan for the machine at hand, or for one described in a file."""
     chosen = options_from(options)
-    _, hparams, specs = understand(source)
-    shape = model_shape(source.name, hparams, specs, source.tensors)
+    _, hparams, specs, source = understand(source)
     if machine is None:
         target = machine_for(chosen)
     else:
         target = Machine.from_json(machine).select(chosen.devices).capped(chosen.device_memory)
-    plan = choose(shape, target, chosen)
+    shape = shape_for(target, source, hparams, specs)
+    plan = choose(shape, target, chosen, widen=has_gpus(target))
     decode = plan.predict(WaveShape((1,), sum(plan.reference.n_tokens)))
     return MadePlan(plan, decode.wave_us)
 

@@ -19,11 +19,23 @@ from overspill.quant.qtensor import QTensor
 class Attention(Protocol):
     """Causal attention of the last T positions of one sequence over its C visible cells.
 
-    q: `[T, H, A]`; k, v: `[G, C, A]`, the last T cells being the queries' own; scale: of the products.
-    Returns `[T, H * A]`. Query head h uses kv head h // (H / G).
+    q: `[T, H, A]`; k: `[G, C, A]`; v: `[G, C, B]`, the last T cells being the queries' own; scale: of the products.
+    window: a query sees so many keys, its own the last; None: all before it. sinks: float32 `[H]`, a logit per head
+    that takes its share of the softmax and gives no value (arXiv:2309.17453); None: no such share.
+    k and v may be views with any strides over cells and heads. Returns `[T, H * B]`. Query head h uses kv head
+    h // (H / G).
     """
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -> torch.Tensor: ...
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
 
 
 class Experts(Protocol):
@@ -49,15 +61,22 @@ class Ops:
 
     embed: rows of a `[V, D]` weight for ids `[T]` -> float32 `[T, D]`.
     linear: `x [T, K]`, weight `[N, K]` -> `[T, N]`.
+    linear_heads: a matrix for each head: `x [T, H, K]`, weight `[H, N, K]` -> `[T, H, N]`.
     rms_norm: `x [..., D]`, weight `[D]`, eps -> x / sqrt(mean(x^2) + eps) * weight.
+    widen: dequantise staged experts into bfloat16 stacks of the same shapes, once for all ubatches of a wave; None
+    where kernels rather read the blocks. normed_dtype, kv_dtype: what `rms_norm` gives, and what the KV cache holds.
     rope: `x [T, H, A]`, cos and sin `[T, n_rot / 2]` -> rotated in the split-halves (NEOX) or interleaved pairing.
     """
 
     embed: Callable[[QTensor, torch.Tensor], torch.Tensor]
     linear: Callable[[torch.Tensor, QTensor], torch.Tensor]
+    linear_heads: Callable[[torch.Tensor, QTensor], torch.Tensor]
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     rope_halves: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     rope_pairs: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     attention: Attention
     swiglu: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     experts: Experts
+    widen: Callable[[ExpertWeights, ExpertWeights], None] | None = None
+    normed_dtype: torch.dtype = torch.float32
+    kv_dtype: torch.dtype = torch.float32

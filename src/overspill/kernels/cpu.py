@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 from functools import cache
 
-import numba
 import torch
 import torch.nn.functional as F
 
 from overspill.gguf.types import TensorType
 from overspill.kernels import Ops, ref
+from overspill.kernels import numba as fast
 from overspill.quant.experts import Activation, ExpertWeights
 from overspill.quant.qtensor import QTensor
 
@@ -23,12 +23,12 @@ _log = logging.getLogger(__name__)
 def use_threads(n_threads: int) -> None:
     """CPU threads that ops called from this thread may use."""
     torch.set_num_threads(n_threads)
-    numba.set_num_threads(min(n_threads, numba.config.NUMBA_NUM_THREADS))
+    fast.use_threads(n_threads)
 
 
 @cache
 def _has_kernel(type: TensorType) -> bool:
-    found = False
+    found = fast.has_kernel(type)
     if not found:
         _log.warning("no fast CPU kernel for %s: the reference is used, which is slow", type.name)
     return found
@@ -36,22 +36,32 @@ def _has_kernel(type: TensorType) -> bool:
 
 def linear(x: torch.Tensor, weight: QTensor) -> torch.Tensor:
     """x W^T."""
-    return ref.linear(x, weight)
+    return fast.matmul(x, weight) if _has_kernel(weight.type) else ref.linear(x, weight)
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -> torch.Tensor:
-    """`kernels.Attention` on torch's fused CPU kernel."""
-    T, n_visible = len(q), k.shape[1]
-    mask = None if T == 1 else _mask(T, n_visible, q.dtype)
-    heads = (t[None] for t in (q.transpose(0, 1), k, v))
-    out = F.scaled_dot_product_attention(*heads, attn_mask=mask, scale=scale, enable_gqa=True)
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`kernels.Attention` on torch's fused CPU kernel; sinks go through the reference."""
+    if sinks is not None:
+        return ref.attention(q, k, v, scale=scale, window=window, sinks=sinks)
+    n_queries, n_cells = len(q), k.shape[1]
+    mask = None if n_queries == 1 and window is None else _mask(n_queries, n_cells, window)
+    heads = q.transpose(0, 1)[None]
+    out = F.scaled_dot_product_attention(heads, k[None], v[None], attn_mask=mask, scale=scale, enable_gqa=True)
     return out[0].transpose(0, 1).flatten(1)
 
 
-def _mask(n_queries: int, n_visible: int, dtype: torch.dtype) -> torch.Tensor:
-    """0 where a key is visible, -inf where it lies ahead: the last query sees all."""
-    ahead = torch.full((n_queries, n_visible), float("-inf"), dtype=dtype)
-    return ahead.triu(n_visible - n_queries + 1)
+def _mask(n_queries: int, n_cells: int, window: int | None) -> torch.Tensor:
+    """0 where a key is visible, -inf elsewhere."""
+    hidden = ~ref.visible(n_queries, n_cells, window, torch.device("cpu"))
+    return torch.zeros(n_queries, n_cells).masked_fill_(hidden, float("-inf"))
 
 
 def experts(
@@ -63,13 +73,17 @@ def experts(
     out: torch.Tensor,
 ) -> None:
     """`kernels.Experts`."""
-    if True:
+    is_plain = activation is Activation.SILU and weights.vectors.is_empty
+    if is_plain and all(_has_kernel(part.type) for part in weights.parts):
+        fast.experts(x, weights.gate, weights.up, weights.down, ids, mix, weights.slot_of, out, activation)
+    else:
         ref.experts(x, ids, mix, weights, activation, out)
 
 
 OPS = Ops(
     embed=ref.embed,
     linear=linear,
+    linear_heads=ref.linear_heads,
     rms_norm=ref.rms_norm,
     rope_halves=ref.rope_halves,
     rope_pairs=ref.rope_pairs,

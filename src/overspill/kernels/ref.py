@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from overspill.kernels import Ops
 from overspill.quant.dequant import dequantize
-from overspill.quant.experts import Activation, ExpertWeights
+from overspill.quant.experts import DOWN, GATE, UP, Activation, ExpertWeights
 from overspill.quant.qtensor import QTensor
 
 
@@ -20,6 +20,11 @@ def embed(weight: QTensor, ids: torch.Tensor) -> torch.Tensor:
 def linear(x: torch.Tensor, weight: QTensor) -> torch.Tensor:
     """x W^T."""
     return x @ dequantize(weight).T
+
+
+def linear_heads(x_THK: torch.Tensor, weight: QTensor) -> torch.Tensor:
+    """x W^T with a matrix for each head."""
+    return torch.einsum("thk,hnk->thn", x_THK, dequantize(weight))
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -44,14 +49,31 @@ def rope_pairs(x_THA: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tor
     return torch.cat([turned, x_THA[..., n_rot:]], -1)
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float) -> torch.Tensor:
-    """softmax(scale q k^T + causal mask) v, see `kernels.Attention`."""
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """softmax(scale q k^T + mask) v, see `kernels.Attention`."""
     T, H, A = q.shape
     G, C, _ = k.shape
-    visible = torch.ones(T, C, dtype=torch.bool, device=q.device).tril(C - T)
-    scores = torch.einsum("tgra,gca->grtc", q.view(T, G, H // G, A), k) * scale
-    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+    scores = torch.einsum("tgra,gca->grtc", q.reshape(T, G, H // G, A), k) * scale
+    scores = scores.masked_fill(~visible(T, C, window, q.device), float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(G, H // G, 1, 1).expand(-1, -1, T, 1)], -1)
+    weights = scores.softmax(-1)[..., :C]
     return torch.einsum("grtc,gca->tgra", weights, v).reshape(T, H * v.shape[-1])
+
+
+def visible(n_queries: int, n_cells: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """Which cells each of the last `n_queries` positions attends to, bool `[T, C]`."""
+    ones = torch.ones(n_queries, n_cells, dtype=torch.bool, device=device)
+    causal = ones.tril(n_cells - n_queries)
+    return causal if window is None else causal.triu(n_cells - n_queries - window + 1)
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -59,7 +81,13 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-ACTIVATIONS = {Activation.SILU: swiglu}
+def swiglu_oai(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """g sigmoid(1.702 g) (u + 1) with g = min(gate, 7) and u = up clamped to 7 either way (gpt-oss)."""
+    g, u = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return g * torch.sigmoid(1.702 * g) * (u + 1.0)
+
+
+ACTIVATIONS = {Activation.SILU: swiglu, Activation.SWIGLU_OAI: swiglu_oai}
 
 
 def experts(
@@ -76,14 +104,29 @@ def experts(
         if slot < 0:
             continue
         rows, ranks = (ids == i_expert).nonzero(as_tuple=True)
-        n = x[rows]
-        hidden = ACTIVATIONS[activation](linear(n, weights.gate[slot]), linear(n, weights.up[slot]))
-        out.index_add_(0, rows, linear(hidden, weights.down[slot]) * mix[rows, ranks, None])
+        gate, up = (_product(x[rows], weights, part, i_expert, slot) for part in (GATE, UP))
+        y = _product(ACTIVATIONS[activation](gate, up), weights, DOWN, i_expert, slot)
+        out.index_add_(0, rows, y * mix[rows, ranks, None])
+
+
+def widen(source: ExpertWeights, target: ExpertWeights) -> None:
+    """Dequantise every part into bfloat16 stacks of the same shapes."""
+    for blocks, wide in zip(source.parts, target.parts, strict=True):
+        wide.data.view(torch.bfloat16).copy_(dequantize(blocks))
+
+
+def _product(x: torch.Tensor, weights: ExpertWeights, i_part: int, i_expert: int, slot: int) -> torch.Tensor:
+    """x W^T of one expert's gate, up or down, times its scale, plus its bias."""
+    y = linear(x, weights.parts[i_part][slot])
+    scales, biases = weights.vectors.scales[i_part], weights.vectors.biases[i_part]
+    y = y if scales is None else y * scales[i_expert]
+    return y if biases is None else y + biases[i_expert]
 
 
 OPS = Ops(
     embed=embed,
     linear=linear,
+    linear_heads=linear_heads,
     rms_norm=rms_norm,
     rope_halves=rope_halves,
     rope_pairs=rope_pairs,

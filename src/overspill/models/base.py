@@ -25,7 +25,7 @@ from overspill.cache.cells import Segment
 from overspill.cache.kv import KvCache
 from overspill.kernels import Ops
 from overspill.models.specs.base import HParams, TensorSpec
-from overspill.quant.experts import ExpertWeights
+from overspill.quant.experts import ExpertVectors, ExpertWeights
 from overspill.quant.qtensor import QTensor
 
 __all__ = ["Block", "HParams", "Model", "Routing", "TensorSpec", "UbatchView", "forward", "forward_layer"]
@@ -34,8 +34,8 @@ __all__ = ["Block", "HParams", "Model", "Routing", "TensorSpec", "UbatchView", "
 class Block:
     """Weights of one layer (or of the embedding, or of the head) by GGUF name without the `blk.N.` prefix.
 
-    Matrices are `QTensor`s, one-dimensional tensors float32. All of them lie on one device, and `ops` are the
-    kernels of that device: a block is what the loader binds to a place.
+    Matrices are `QTensor`s; one-dimensional tensors and all biases are float32. All of them lie on one device, and
+    `ops` are the kernels of that device: a block is what the loader binds to a place.
     """
 
     def __init__(self, ops: Ops, matrices: Mapping[str, QTensor], vectors: Mapping[str, torch.Tensor]) -> None:
@@ -54,6 +54,10 @@ class Block:
     def bias(self, name: str) -> torch.Tensor | None:
         """`name.bias`, None where the file has none."""
         return self._vectors.get(name + ".bias")
+
+    def scale(self, name: str) -> torch.Tensor | None:
+        """`name.scale`, what products with `name.weight` are multiplied by; None where the file has none."""
+        return self._vectors.get(name + ".scale")
 
     def has(self, name: str) -> bool:
         """Whether `name.weight` is in the file."""
@@ -94,6 +98,8 @@ class Model(Protocol):
     def resident_experts(self, i_layer: int) -> ExpertWeights: ...
 
     def resident_part(self, i_layer: int, i_part: int) -> QTensor: ...
+
+    def expert_vectors(self, i_layer: int) -> ExpertVectors: ...
 
     def ops(self, i_layer: int) -> Ops: ...
 

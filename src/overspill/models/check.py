@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -12,8 +12,10 @@ from overspill.gguf.cursor import shown, shown_path
 from overspill.gguf.source import ModelSource
 from overspill.gguf.tensors import TensorInfo
 from overspill.gguf.types import TensorType
+from overspill.models.layouts import in_one_layout
 from overspill.models.registry import Architecture, architecture
 from overspill.models.specs.base import HParams, TensorSpec
+from overspill.placement.shape import role_of
 from overspill.text.tokenizer import Tokenizer
 
 _NEVER_STORED = (TensorType.Q8_1, TensorType.Q8_K)
@@ -21,11 +23,15 @@ _log = logging.getLogger(__name__)
 
 
 class Understood(NamedTuple):
-    """A source as a model: its architecture, hyper-parameters, and the tensors to load."""
+    """A source as a model: its architecture, hyper-parameters, and the tensors to load, which are those of `source`.
+
+    source: the one given, or a view of it in which the weights have the layout that architectures list.
+    """
 
     architecture: Architecture
     hparams: HParams
     specs: list[TensorSpec]
+    source: ModelSource
 
 
 def understand(source: ModelSource) -> Understood:
@@ -33,7 +39,9 @@ def understand(source: ModelSource) -> Understood:
     with errors_name(source):
         arch = architecture(source.keys.arch)
         hparams = arch.read_hparams(source.keys)
-        return Understood(arch, hparams, check_tensors(arch.tensors(hparams), source.tensors))
+        specs = arch.tensors(hparams)
+        source = in_one_layout(source, specs)
+        return Understood(arch, hparams, check_tensors(specs, source.tensors), source)
 
 
 def has_tokenizer(source: ModelSource) -> bool:
@@ -76,15 +84,38 @@ def check_tensors(specs: Iterable[TensorSpec], tensors: Mapping[str, TensorInfo]
             raise UserError(f"tensor {spec.name} is missing: the file is no complete model of this architecture")
         if info is not None:
             _check(spec, info)
-            present.append(spec)
-    unknown = tensors.keys() - {spec.name for spec in present}
-    if unknown:
-        _log.warning("%d tensor(s) that this architecture does not use are ignored: %s", len(unknown), _some(unknown))
+            present += [spec, *_scale_of(spec, tensors)]
+    _tell_unused(tensors.keys() - {spec.name for spec in present}, {_layer_of(spec.name) for spec in present})
     return present
 
 
+def _scale_of(spec: TensorSpec, tensors: Mapping[str, TensorInfo]) -> list[TensorSpec]:
+    """What products with the weight are multiplied by, one number or one for each expert, if the file says so."""
+    name = spec.name.removesuffix(".weight") + ".scale"
+    if name == spec.name or name not in tensors:
+        return []
+    scale = TensorSpec(name, (spec.shape[0],) if "_exps." in name else (1,))
+    _check(scale, tensors[name])
+    return [scale]
+
+
+def _tell_unused(names: Set[str], layers: Set[int | None]) -> None:
+    """Say what is not loaded. Layers of which nothing is are prediction layers; input scales change no result."""
+    behind = {name for name in names if _layer_of(name) not in layers}
+    if behind:
+        _log.info("%d tensor(s) of prediction layers are not loaded", len(behind))
+    unknown = {name for name in names - behind if not name.endswith(".input_scale")}
+    if unknown:
+        _log.warning("%d tensor(s) that this architecture does not use are ignored: %s", len(unknown), _some(unknown))
+
+
+def _layer_of(name: str) -> int | None:
+    return role_of(name)[1]
+
+
 def _check(spec: TensorSpec, info: TensorInfo) -> None:
-    if info.shape != spec.shape:
+    is_row = len(spec.shape) == 1 and info.shape == (1, *spec.shape)
+    if info.shape != spec.shape and not is_row:
         what = "the vocabulary size does not match: " if spec.name == "token_embd.weight" else ""
         raise UserError(f"tensor {spec.name}: {what}shape {_gguf(info.shape)}, expected {_gguf(spec.shape)}")
     if info.type.is_integer or info.type in _NEVER_STORED:

@@ -9,21 +9,28 @@ from overspill.gguf.tensors import TensorInfo
 from overspill.models.specs.base import HParams, TensorSpec
 from overspill.placement.shape import ModelShape, Role, role_of, sized_tensors
 
-KV_VALUE_BYTES = 4
 
-
-def model_shape(name: str, hp: HParams, specs: Sequence[TensorSpec], tensors: Mapping[str, TensorInfo]) -> ModelShape:
+def model_shape(
+    name: str,
+    hp: HParams,
+    specs: Sequence[TensorSpec],
+    tensors: Mapping[str, TensorInfo],
+    *,
+    kv_value_bytes: int = 4,
+) -> ModelShape:
     """Sizes and costs of a model from the tensors it loads.
 
-    A product of a `[N, K]` weight with one token takes 2 N K FLOP; of routed experts a token meets K of E. Keys and
-    values are float32.
+    A product of a `[N, K]` weight with one token takes 2 N K FLOP; of routed experts a token meets K of E.
+    kv_value_bytes: of a key or value in the cache. Attention is priced as if every layer saw all of them.
     """
-    flops = [0.0] * hp.n_layer
+    kv = [hp.kv_shape(i) for i in range(hp.n_layer)]
+    flops, experts = [0.0] * hp.n_layer, [0] * hp.n_layer
     for spec in specs:
         role, i_layer = role_of(spec.name)
-        if i_layer is not None and len(spec.shape) > 1:
+        if i_layer is not None and len(spec.shape) > 1 and spec.name.endswith(".weight"):
             share = hp.n_expert_used / hp.n_expert if role is Role.EXPERT else 1.0
             flops[i_layer] += 2.0 * prod(spec.shape) * share
+            experts[i_layer] += prod(spec.shape) // hp.n_expert if role is Role.EXPERT else 0
     sizes = ((spec.name, tensors[spec.name].n_bytes) for spec in specs)
     return ModelShape(
         name=name,
@@ -35,9 +42,10 @@ def model_shape(name: str, hp: HParams, specs: Sequence[TensorSpec], tensors: Ma
         n_expert_used=hp.n_expert_used,
         n_ctx_train=hp.n_ctx_train,
         tensors=sized_tensors(sizes, n_layer=hp.n_layer),
-        kv_bytes_per_cell=(2 * hp.kv_dim * KV_VALUE_BYTES,) * hp.n_layer,
+        kv_bytes_per_cell=tuple(shape.n_channels * kv_value_bytes for shape in kv),
         state_bytes=(0,) * hp.n_layer,
         flops_per_token=tuple(flops),
-        attention_flops=(4.0 * hp.n_head * hp.head_dim,) * hp.n_layer,
+        attention_flops=tuple(2.0 * hp.n_head * (shape.key_dim + shape.value_dim) for shape in kv),
         output_flops=2.0 * hp.n_vocab * hp.n_embd,
+        expert_values=max(experts) if hp.n_expert else 0,
     )

@@ -7,12 +7,16 @@ import torch
 from overspill.cache.kv import KvCache
 from overspill.kernels import Ops
 from overspill.models.base import Block, UbatchView
+from overspill.quant.experts import ExpertVectors
+
+PARTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 
 
 def linear(block: Block, name: str, x: torch.Tensor) -> torch.Tensor:
-    """x W^T, plus the bias where the file has one."""
+    """x W^T, times the scale and plus the bias where the file has them."""
     y = block.ops.linear(x, block.matrix(name))
-    bias = block.bias(name)
+    scale, bias = block.scale(name), block.bias(name)
+    y = y if scale is None else y * scale
     return y if bias is None else y + bias
 
 
@@ -30,14 +34,21 @@ def attend_cached(
     v_TGA: torch.Tensor,
     *,
     scale: float,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Append K and V to the cache and attend, segment by segment. Returns `[T, H * A]`."""
+    """Append K and V to the cache and attend, segment by segment. Returns `[T, H * A]`.
+
+    window, sinks: see `kernels.Attention`. Cells that no query of a segment sees are not read.
+    """
     outputs = []
     row = 0
     for segment in view.segments:
         rows = slice(row, row + segment.n_tokens)
         cache.append(segment, k_TGA[rows], v_TGA[rows])
-        outputs.append(ops.attention(q_THA[rows], *cache.visible(segment), scale=scale))
+        first = 0 if window is None else max(0, segment.first_pos - window + 1)
+        keys, values = cache.visible(segment, first)
+        outputs.append(ops.attention(q_THA[rows], keys, values, scale=scale, window=window, sinks=sinks))
         row += segment.n_tokens
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -47,3 +58,20 @@ def feed_forward(block: Block, x: torch.Tensor, *, suffix: str = "") -> torch.Te
     gate = linear(block, "ffn_gate" + suffix, x)
     up = linear(block, "ffn_up" + suffix, x)
     return linear(block, "ffn_down" + suffix, block.ops.swiglu(gate, up))
+
+
+def shared_experts(block: Block, x: torch.Tensor) -> torch.Tensor:
+    """The experts that every token uses, times sigmoid(gate . x) where the file has such a gate."""
+    y = feed_forward(block, x, suffix="_shexp")
+    if not block.has("ffn_gate_inp_shexp"):
+        return y
+    return y * torch.sigmoid(x @ block.vector("ffn_gate_inp_shexp"))[:, None]
+
+
+def expert_vectors(block: Block) -> ExpertVectors:
+    """Biases and scales of the routed experts, as far as the file has them."""
+    gate, up, down = PARTS
+    return ExpertVectors(
+        (block.bias(gate), block.bias(up), block.bias(down)),
+        (block.scale(gate), block.scale(up), block.scale(down)),
+    )

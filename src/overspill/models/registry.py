@@ -16,13 +16,19 @@ from typing import TYPE_CHECKING, Protocol, cast
 from overspill.errors import UserError
 from overspill.gguf.cursor import shown
 from overspill.gguf.keys import Keys
-from overspill.models.specs import llama, qwen2, qwen3, qwen3moe
+from overspill.models.specs import gpt_oss, llama, qwen2, qwen3, qwen3moe
 from overspill.models.specs.base import HParams, TensorSpec
 
 if TYPE_CHECKING:
     from overspill.models.base import Model
 
-_SPECS: dict[str, ModuleType] = {"llama": llama, "qwen2": qwen2, "qwen3": qwen3, "qwen3moe": qwen3moe}
+_SPECS: dict[str, ModuleType] = {
+    "gpt-oss": gpt_oss,
+    "llama": llama,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "qwen3moe": qwen3moe,
+}
 
 
 class Spec(Protocol):

@@ -1,6 +1,7 @@
 """The pre-norm decoder with grouped-query attention that most architectures are variations of.
 
-An architecture states its tensors and overrides the parts in which it differs; nothing here asks for its name.
+An architecture states its tensors and overrides the parts in which it differs; nothing here asks for its name. What
+is only sometimes in a file (biases, shared experts, attention sinks) is used where it is.
 """
 
 from __future__ import annotations
@@ -13,10 +14,18 @@ import torch
 from overspill.cache.kv import KvCache
 from overspill.kernels import Ops
 from overspill.models.base import Block, HParams, Routing, UbatchView
-from overspill.models.layers import attend_cached, feed_forward, heads, linear
+from overspill.models.layers import (
+    PARTS,
+    attend_cached,
+    expert_vectors,
+    feed_forward,
+    heads,
+    linear,
+    shared_experts,
+)
 from overspill.models.rope import Rope
-from overspill.models.router import softmax_top_k
-from overspill.quant.experts import Activation, ExpertWeights
+from overspill.models.router import pick_experts
+from overspill.quant.experts import Activation, ExpertVectors, ExpertWeights
 from overspill.quant.qtensor import QTensor
 
 
@@ -24,46 +33,90 @@ class Transformer:
     """The model contract for the plain decoder; `blocks` may lie on different devices."""
 
     activation = Activation.SILU
-    is_mix_normalised = True
     is_rope_interleaved = False
+    ffn_norm = "ffn_norm"
 
     def __init__(self, hparams: HParams, embedding: Block, blocks: Sequence[Block], head: Block) -> None:
         self.hparams = hparams
         self._embedding = embedding
         self._blocks = blocks
         self._head = head
-        self._ropes = [_rope(hparams, block) for block in blocks]
+        self._ropes = [_rope(hparams, i, block) for i, block in enumerate(blocks)]
+        self._vectors = [expert_vectors(block) for block in blocks]
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Ids `[T]` -> hidden states `[T, D]`, float32."""
         return self._embedding.ops.embed(self._embedding.matrix("token_embd"), ids)
 
     def attend(self, i_layer: int, x: torch.Tensor, cache: KvCache, view: UbatchView) -> torch.Tensor:
-        """Norm, projections, rotation, cached attention, residual: `[T, D]` -> `[T, D]`."""
-        block, hp = self._blocks[i_layer], self.hparams
-        normed = block.ops.rms_norm(x, block.vector("attn_norm"), hp.rms_eps)
-        q, k, v = (heads(block, name, normed, hp.head_dim) for name in ("attn_q", "attn_k", "attn_v"))
+        """Norm, attention, output projection, residual: `[T, D]` -> `[T, D]`."""
+        block = self._blocks[i_layer]
+        normed = block.ops.rms_norm(x, block.vector("attn_norm"), self.hparams.rms_eps)
+        attended = self.attention(i_layer, block, normed, cache, view)
+        return x + self.after_attention(block, linear(block, "attn_output", attended))
+
+    def attention(
+        self, i_layer: int, block: Block, normed: torch.Tensor, cache: KvCache, view: UbatchView
+    ) -> torch.Tensor:
+        """Projections, rotation, cached attention: `[T, D]` -> `[T, H * A]`."""
+        hp = self.hparams
+        q, k = (heads(block, name, normed, hp.head_dim) for name in ("attn_q", "attn_k"))
+        v = heads(block, "attn_v", normed, hp.value_dim)
         q, k = self.norm_heads(block, q, k)
-        rotate = block.ops.rope_pairs if self.is_rope_interleaved else block.ops.rope_halves
-        angles = self._ropes[i_layer].angles(view.positions)
-        attended = attend_cached(
-            block.ops, cache, view, rotate(q, *angles), rotate(k, *angles), v, scale=1.0 / math.sqrt(hp.head_dim)
+        q, k = self.rotate(i_layer, block, q, k, view.positions)
+        sinks = block.vector("attn_sinks") if block.has("attn_sinks") else None
+        return attend_cached(
+            block.ops, cache, view, q, k, v, scale=self.attention_scale, window=hp.window(i_layer), sinks=sinks
         )
-        return x + linear(block, "attn_output", attended)
+
+    @property
+    def attention_scale(self) -> float:
+        """Hook: what products of queries and keys are multiplied by."""
+        return 1.0 / math.sqrt(self.hparams.head_dim)
 
     def norm_heads(self, block: Block, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Hook: what happens to query and key heads before rotation; nothing here."""
         return q, k
 
+    def rotate(
+        self, i_layer: int, block: Block, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hook: position enters queries and keys."""
+        rope = self._ropes[i_layer]
+        if rope is None:
+            return q, k
+        rotate = block.ops.rope_pairs if self.is_rope_interleaved else block.ops.rope_halves
+        angles = rope.angles(positions)
+        return rotate(q, *angles), rotate(k, *angles)
+
+    def after_attention(self, block: Block, y: torch.Tensor) -> torch.Tensor:
+        """Hook: what happens to the output of attention before it is added; nothing here."""
+        return y
+
+    def after_ffn(self, block: Block, y: torch.Tensor) -> torch.Tensor:
+        """Hook: what happens to the output of a dense or shared feed-forward before it is added; nothing here."""
+        return y
+
+    def dense(self, block: Block, normed: torch.Tensor) -> torch.Tensor:
+        """Hook: the feed-forward of a layer without experts."""
+        return feed_forward(block, normed)
+
     def route(self, i_layer: int, x: torch.Tensor) -> Routing | None:
-        """Dense layers: add the feed-forward to x in place. Layers with experts: norm and router."""
+        """Add the dense or shared feed-forward to x in place. Layers with experts: which ones each token gets."""
         block, hp = self._blocks[i_layer], self.hparams
-        normed = block.ops.rms_norm(x, block.vector("ffn_norm"), hp.rms_eps)
+        normed = block.ops.rms_norm(x, block.vector(self.ffn_norm), hp.rms_eps)
         if not hp.is_moe(i_layer):
-            x += feed_forward(block, normed)
+            x += self.after_ffn(block, self.dense(block, normed))
             return None
-        logits = block.ops.linear(normed, block.matrix("ffn_gate_inp"))
-        ids, mix = softmax_top_k(logits, hp.n_expert_used, is_normalised=self.is_mix_normalised)
+        if block.has("ffn_gate_shexp"):
+            x += self.after_ffn(block, shared_experts(block, normed))
+        return self.pick(block, normed)
+
+    def pick(self, block: Block, normed: torch.Tensor) -> Routing:
+        """Hook: the router."""
+        assert self.hparams.router is not None
+        logits = linear(block, "ffn_gate_inp", normed)
+        ids, mix = pick_experts(logits, self.hparams.router, block.bias("exp_probs_b"))
         return Routing(normed, ids, mix)
 
     def experts(self, i_layer: int, x: torch.Tensor, routing: Routing, weights: ExpertWeights, ops: Ops) -> None:
@@ -73,11 +126,15 @@ class Transformer:
     def resident_experts(self, i_layer: int) -> ExpertWeights:
         """All experts of a layer that keeps them where it computes."""
         gate, up, down = (self.resident_part(i_layer, i_part) for i_part in range(3))
-        return ExpertWeights(gate, up, down)
+        return ExpertWeights(gate, up, down, vectors=self.expert_vectors(i_layer))
 
     def resident_part(self, i_layer: int, i_part: int) -> QTensor:
         """The stacked gate (0), up (1) or down (2) matrices of a layer that keeps them where it computes."""
-        return self._blocks[i_layer].matrix(f"ffn_{('gate', 'up', 'down')[i_part]}_exps")
+        return self._blocks[i_layer].matrix(PARTS[i_part])
+
+    def expert_vectors(self, i_layer: int) -> ExpertVectors:
+        """Biases and scales of a layer's experts, on the device that computes the layer."""
+        return self._vectors[i_layer]
 
     def ops(self, i_layer: int) -> Ops:
         """Kernels of the device that computes the layer."""
@@ -87,9 +144,12 @@ class Transformer:
         """Final norm and head: `[T, D]` -> logits `[T, V]`."""
         head = self._head
         normed = head.ops.rms_norm(x, head.vector("output_norm"), self.hparams.rms_eps)
-        return head.ops.linear(normed, head.matrix("output"))
+        return linear(head, "output", normed)
 
 
-def _rope(hp: HParams, block: Block) -> Rope:
+def _rope(hp: HParams, i_layer: int, block: Block) -> Rope | None:
+    params = hp.rope_of(i_layer)
+    if params is None:
+        return None
     factors = block.vector("rope_freqs") if block.has("rope_freqs") else None
-    return Rope(hp.rope, factors, block.vector("attn_norm").device)
+    return Rope(params, factors, block.vector("attn_norm").device)

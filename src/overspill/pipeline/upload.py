@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from overspill.device.base import Buffer, Part
 from overspill.gguf.types import TensorType
@@ -20,6 +21,7 @@ from overspill.quant.experts import ExpertVectors, ExpertWeights
 from overspill.quant.qtensor import QTensor
 
 ALIGNMENT = 64
+WIDE_VALUE_BYTES = 2
 
 
 def align(n_bytes: int) -> int:
@@ -121,9 +123,35 @@ def staged(
         else:
             stacks.append(part.stacked(slot[base:], len(ids)))
             base = align(base + len(ids) * part.expert_bytes)
-    slot_of = np.full(experts.n_experts, -1, np.int32)
+    return ExpertWeights(stacks[0], stacks[1], stacks[2], _slot_of(experts.n_experts, ids), vectors)
+
+
+def widened(
+    experts: HostExperts,
+    ids: Sequence[int],
+    wide: torch.Tensor,
+    resident: Callable[[int], QTensor],
+    vectors: ExpertVectors,
+) -> ExpertWeights:
+    """The experts `ids` as they lie, in bfloat16, in the buffer of a dequantised slab (uint8).
+
+    Gate and up of an expert stand one behind the other, `[E', 2 F, D]`, so that one product can serve both.
+    """
+    shapes = [part.shape[1:] if part is not None else resident(i).shape[1:] for i, part in enumerate(experts.parts)]
+    n, (n_hidden, n_model) = len(ids), shapes[0]
+    n_bytes = n * 2 * n_hidden * n_model * WIDE_VALUE_BYTES
+    both = QTensor.from_bytes(wide[:n_bytes], TensorType.BF16, (n, 2 * n_hidden, n_model))
+    gate = QTensor(both.data[:, :n_hidden], TensorType.BF16, (n, n_hidden, n_model))
+    up = QTensor(both.data[:, n_hidden:], TensorType.BF16, (n, n_hidden, n_model))
+    rest = wide[n_bytes : n_bytes + n_bytes // 2]
+    down = QTensor.from_bytes(rest, TensorType.BF16, (n, n_model, n_hidden))
+    return ExpertWeights(gate, up, down, _slot_of(experts.n_experts, ids), vectors)
+
+
+def _slot_of(n_experts: int, ids: Sequence[int]) -> NDArray[np.int32]:
+    slot_of = np.full(n_experts, -1, np.int32)
     slot_of[list(ids)] = np.arange(len(ids), dtype=np.int32)
-    return ExpertWeights(stacks[0], stacks[1], stacks[2], slot_of, vectors)
+    return slot_of
 
 
 def _runs(ids: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -20,7 +20,7 @@ from overspill.pipeline.ledger import Resource
 from overspill.pipeline.memory import Memory
 from overspill.pipeline.schedule import Action, Verb
 from overspill.pipeline.split import Layout
-from overspill.pipeline.upload import HostExperts, staged, upload_parts
+from overspill.pipeline.upload import HostExperts, staged, upload_parts, widened
 from overspill.pipeline.wave import Ubatch
 from overspill.quant.experts import ExpertWeights
 
@@ -61,10 +61,14 @@ class Work:
                 self._copy(action, stream, n_rows * self._model.hparams.n_vocab * 4)
             case Verb.EXPERTS if action.slab >= 0 and not self._ids_of(action.layer, action.slab):
                 pass  # nothing was uploaded: the experts selected have all found room in earlier slabs
+            case Verb.WIDEN:
+                self._launch(action, stream, self._widen(action))
             case _:
-                body = self._compute[action.verb](action, ubatches[action.ubatch])
-                reads, writes = self._memory.all_of(action.reads), self._memory.all_of(action.writes)
-                stream.launch(body, label=action.label, reads=reads, writes=writes)
+                self._launch(action, stream, self._compute[action.verb](action, ubatches[action.ubatch]))
+
+    def _launch(self, action: Action, stream: Stream, body: Callable[[], None]) -> None:
+        reads, writes = self._memory.all_of(action.reads), self._memory.all_of(action.writes)
+        stream.launch(body, label=action.label, reads=reads, writes=writes)
 
     def output_rows(self, ubatch: Ubatch, chunk: int) -> tuple[int, ...]:
         """Rows of a ubatch whose logits one OUTPUT action computes."""
@@ -147,12 +151,33 @@ class Work:
         if action.slab < 0:
             return lambda: self._add_experts(action, ubatch, experts.in_place(), self._host_ops)
         ids = self._ids_of(layer, action.slab)
-        slot = self._one(("slot", action.device, action.slot))
+        is_widened = ("wide", action.device) in action.reads
 
         def body() -> None:
-            vectors = self._model.expert_vectors(layer)
-            weights = staged(experts, ids, slot.tensor, partial(self._model.resident_part, layer), vectors)
-            self._add_experts(action, ubatch, weights, self._model.ops(layer))
+            if ids:
+                weights = self._widened(action, ids) if is_widened else self._staged(action, ids)
+                self._add_experts(action, ubatch, weights, self._model.ops(layer))
+
+        return body
+
+    def _staged(self, action: Action, ids: Sequence[int]) -> ExpertWeights:
+        layer, slot = action.layer, self._one(("slot", action.device, action.slot))
+        resident = partial(self._model.resident_part, layer)
+        return staged(self._host_experts[layer], ids, slot.tensor, resident, self._model.expert_vectors(layer))
+
+    def _widened(self, action: Action, ids: Sequence[int]) -> ExpertWeights:
+        layer, wide = action.layer, self._one(("wide", action.device))
+        resident = partial(self._model.resident_part, layer)
+        return widened(self._host_experts[layer], ids, wide.tensor, resident, self._model.expert_vectors(layer))
+
+    def _widen(self, action: Action) -> Callable[[], None]:
+        ids, ops = self._ids_of(action.layer, action.slab), self._model.ops(action.layer)
+        assert ops.widen is not None
+        widen = ops.widen
+
+        def body() -> None:
+            if ids:
+                widen(self._staged(action, ids), self._widened(action, ids))
 
         return body
 
@@ -166,7 +191,9 @@ class Work:
         def body() -> None:
             x = self._x(action, ubatch)
             logits = self._one(("logits", action.device, action.slot)).tensor
-            logits[: len(rows)].copy_(self._model.output(x[list(rows)]))
+            is_run = rows[-1] - rows[0] + 1 == len(rows)
+            wanted = x[rows[0] : rows[-1] + 1] if is_run else x[list(rows)]
+            logits[: len(rows)].copy_(self._model.output(wanted))
 
         return body
 

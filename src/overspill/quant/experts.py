@@ -9,17 +9,46 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from overspill.quant.qtensor import QTensor
+
+GATE: Final = 0
+UP: Final = 1
+DOWN: Final = 2
+Vectors = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+_NO_VECTORS: Vectors = (None, None, None)
 
 
 class Activation(StrEnum):
     """What stands between the two halves of a gated feed-forward."""
 
     SILU = "silu"
+    SWIGLU_OAI = "swiglu_oai"
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertVectors:
+    """What a layer's products with expert matrices are multiplied by, and then added to; of all its experts, by id.
+
+    Each of gate, up and down; None where the file has none. biases: float32 `[E, F]`, `[E, F]`, `[E, D]`.
+    scales: float32 `[E]`. They are small, so they lie wherever their layer's experts are computed.
+    """
+
+    biases: Vectors = _NO_VECTORS
+    scales: Vectors = _NO_VECTORS
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the experts are their matrices alone."""
+        return all(vector is None for vector in (*self.biases, *self.scales))
+
+
+NO_VECTORS: Final = ExpertVectors()
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,3 +63,9 @@ class ExpertWeights:
     up: QTensor
     down: QTensor
     slot_of: npt.NDArray[np.int32] | None = None
+    vectors: ExpertVectors = NO_VECTORS
+
+    @property
+    def parts(self) -> tuple[QTensor, QTensor, QTensor]:
+        """The three stacks in the order of `GATE`, `UP`, `DOWN`."""
+        return self.gate, self.up, self.down

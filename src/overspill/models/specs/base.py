@@ -9,9 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from overspill.cache.cells import KvShape
 from overspill.errors import UserError
 from overspill.gguf.keys import Keys
 from overspill.models.specs.rope import RopeParams
+from overspill.models.specs.router import Gating, RouterParams
 
 MAX_LAYERS = 4096  # thirty times the deepest model there is; a damaged count must not cost memory
 
@@ -26,7 +28,12 @@ class TensorSpec(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class HParams:
-    """Hyper-parameters of a decoder; an architecture with more of them derives from it."""
+    """Hyper-parameters of a decoder; an architecture with more of them derives from it.
+
+    n_layer: layers that run; prediction layers behind them are not counted. head_dim, value_dim: channels of a query
+    and key head, and of a value head. n_layer_dense: so many layers at the beginning have no experts. n_ff_shared:
+    width of the experts that every token uses, 0 = there are none. router: None where there are no experts.
+    """
 
     arch: str
     n_layer: int
@@ -36,48 +43,75 @@ class HParams:
     n_head: int
     n_head_kv: int
     head_dim: int
+    value_dim: int
     n_ff: int
     n_expert: int
     n_expert_used: int
     n_ff_exp: int
     rms_eps: float
     rope: RopeParams
-
-    @property
-    def kv_dim(self) -> int:
-        """Values of K (and of V) per token and layer."""
-        return self.n_head_kv * self.head_dim
+    n_layer_dense: int = 0
+    n_ff_shared: int = 0
+    router: RouterParams | None = None
 
     def is_moe(self, i_layer: int) -> bool:
         """Whether the layer has routed experts."""
-        return self.n_expert > 0
+        return self.n_expert > 0 and i_layer >= self.n_layer_dense
+
+    def kv_shape(self, i_layer: int) -> KvShape:
+        """What the layer keeps of each position."""
+        return KvShape(self.n_head_kv, self.head_dim, self.value_dim)
+
+    def window(self, i_layer: int) -> int | None:
+        """How many keys a query of the layer sees, its own the last; None: all."""
+        return None
+
+    def rope_of(self, i_layer: int) -> RopeParams | None:
+        """How the layer rotates queries and keys; None: it does not."""
+        return self.rope
 
 
-def read_hparams(keys: Keys) -> HParams:
-    """The keys that all decoders share, checked; see the GGUF architecture keys."""
+def read_hparams(keys: Keys, *, gating: Gating = Gating.SOFTMAX, is_normalised: bool = True) -> HParams:
+    """The keys that all decoders share, checked; see the GGUF architecture keys.
+
+    gating, is_normalised: the architecture's way of routing, for files that do not say it.
+    """
     a = keys.scoped(keys.arch)
-    n_layer, n_embd = at_least_one(a, "block_count"), at_least_one(a, "embedding_length")
-    if n_layer > MAX_LAYERS:
-        raise UserError(f"{a.full_name('block_count')} is {n_layer}: at most {MAX_LAYERS} layers are possible")
+    n_embd = at_least_one(a, "embedding_length")
     n_head, n_head_kv = _head_counts(a)
     head_dim = a.u32("attention.key_length", default=n_embd // n_head)
-    n_expert, n_expert_used = _expert_counts(a)
+    n_expert, n_used = _expert_counts(a)
+    router = RouterParams.from_keys(a, n_expert, n_used, gating=gating, is_normalised=is_normalised)
     return HParams(
         arch=keys.arch,
-        n_layer=n_layer,
+        n_layer=_n_layer(a),
         n_embd=n_embd,
         n_vocab=_n_vocab(keys),
         n_ctx_train=at_least_one(a, "context_length"),
         n_head=n_head,
         n_head_kv=n_head_kv,
         head_dim=head_dim,
+        value_dim=a.u32("attention.value_length", default=head_dim),
         n_ff=a.u32("feed_forward_length", default=0),
         n_expert=n_expert,
-        n_expert_used=n_expert_used,
+        n_expert_used=n_used,
         n_ff_exp=a.u32("expert_feed_forward_length", default=a.u32("feed_forward_length", default=0)),
         rms_eps=a.f32("attention.layer_norm_rms_epsilon"),
         rope=RopeParams.from_keys(a, head_dim),
+        n_layer_dense=a.u32("leading_dense_block_count", default=0),
+        router=router if n_expert else None,
     )
+
+
+def _n_layer(a: Keys) -> int:
+    """Layers that run: the prediction layers at the end are counted in `block_count`, but only draft tokens."""
+    n_block = at_least_one(a, "block_count")
+    if n_block > MAX_LAYERS:
+        raise UserError(f"{a.full_name('block_count')} is {n_block}: at most {MAX_LAYERS} layers are possible")
+    n_predict = a.u32("nextn_predict_layers", default=0)
+    if n_predict >= n_block:
+        raise UserError(f"{a.full_name('nextn_predict_layers')} is {n_predict}: must be below block_count, {n_block}")
+    return n_block - n_predict
 
 
 def at_least_one(a: Keys, name: str) -> int:

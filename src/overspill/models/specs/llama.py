@@ -5,7 +5,14 @@ from __future__ import annotations
 from overspill.gguf.keys import Keys
 from overspill.models.specs import base
 from overspill.models.specs.base import HParams, TensorSpec
-from overspill.models.specs.parts import attention_tensors, dense_tensors, expert_tensors, global_tensors, qkv_biases
+from overspill.models.specs.parts import (
+    attention_tensors,
+    dense_tensors,
+    expert_tensors,
+    global_tensors,
+    output_bias,
+    qkv_biases,
+)
 
 
 def read_hparams(keys: Keys) -> HParams:
@@ -18,6 +25,6 @@ def tensors(hp: HParams) -> list[TensorSpec]:
     specs = [*global_tensors(hp), TensorSpec("rope_freqs.weight", (hp.rope.n_rot // 2,), is_required=False)]
     for i in range(hp.n_layer):
         specs += attention_tensors(hp, i) + qkv_biases(hp, i, is_required=False)
-        specs.append(TensorSpec(f"blk.{i}.attn_output.bias", (hp.n_embd,), is_required=False))
+        specs.append(output_bias(hp, i, is_required=False))
         specs += expert_tensors(hp, i) if hp.is_moe(i) else dense_tensors(hp, i)
     return specs
