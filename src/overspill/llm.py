@@ -28,21 +28,27 @@ from overspill.errors import UserError
 from overspill.gguf import open_gguf
 from overspill.gguf.source import ModelSource
 from overspill.kernels import Ops, cpu
+from overspill.models.base import HParams, TensorSpec
 from overspill.models.check import has_tokenizer, tokenizer_of, understand
 from overspill.models.describe import model_shape
 from overspill.options import Options, options_from
 from overspill.pipeline.choose import choose
-from overspill.pipeline.memory import Memory, Sizes
+from overspill.pipeline.memory import Memory, Precision, Sizes
 from overspill.pipeline.runner import Runner
 from overspill.pipeline.schedule import WaveSchedule
 from overspill.pipeline.wave import Segment, Ubatch, Wave
 from overspill.pipeline.weights import load
 from overspill.pipeline.work import Work
 from overspill.placement.machine import DeviceSpec, Machine
+from overspill.placement.shape import ModelShape
 from overspill.text.stream import TextStream
 from overspill.text.tokenizer import Tokenizer
 
 Progress = Callable[[int, int], None]
+
+_GPU = "cuda"
+_MADE_OF_THREADS = ("virtual:", "null:")
+_RESERVE_BYTES = 1 << 30
 
 
 class Completion(NamedTuple):
@@ -71,10 +77,12 @@ class LLM:
         self.source: ModelSource = open_gguf(model) if isinstance(model, str | os.PathLike) else model
         arch, self.hparams, specs, self.source = understand(self.source)
         self._tokenizer = tokenizer_of(self.source) if has_tokenizer(self.source) else None
-        shape = model_shape(self.source.name, self.hparams, specs, self.source.tensors)
+        machine = machine_for(self.options)
+        precision = precision_on(machine)
+        shape = shape_for(machine, self.source, self.hparams, specs)
+        self.plan = choose(shape, machine, self.options, widen=has_gpus(machine))
         done = _counter(progress, shape.total_bytes)
         with ExitStack() as on_failure:
-            self.plan = choose(shape, machine_for(self.options), self.options)
             self.devices = open_for(self.options)
             on_failure.callback(self.devices.close)
             layout = self.plan.layout
@@ -91,7 +99,7 @@ class LLM:
                 progress=done,
             )
             self.sizes = Sizes.of_plan(placed.n_ubatch, placed.n_wave, self.options.n_parallel, placed.n_ctx)
-            memory = Memory(self.devices, layout, self.hparams, self.sizes, placed.staging)
+            memory = Memory(self.devices, layout, self.hparams, self.sizes, placed.staging, precision)
             work = Work(loaded.model, layout, memory, loaded.host_experts, cpu.OPS)
             self.runner = Runner(self.devices, layout, memory, work, max_in_flight=self.plan.max_in_flight)
             self._running = threading.Lock()
@@ -242,8 +250,9 @@ def machine_for(options: Options) -> Machine:
         rates = measure(devices)
     finally:
         devices.close()
+    is_shared = options.device_memory is None
     specs = tuple(
-        DeviceSpec(d.name, d.total_bytes, d.free_bytes, h2d_gbps, tflops)
+        DeviceSpec(d.name, d.total_bytes, d.free_bytes, h2d_gbps, tflops, _reserve_bytes(d.name, is_shared=is_shared))
         for d, h2d_gbps, tflops in zip(devices.accelerators, rates.h2d_gbps, rates.tflops, strict=True)
     )
     return Machine(
@@ -256,9 +265,34 @@ def machine_for(options: Options) -> Machine:
     )
 
 
+def _reserve_bytes(name: str, *, is_shared: bool) -> int:
+    """Memory to leave free on a GPU that other programs may use too."""
+    return _RESERVE_BYTES if is_shared and name.startswith(_GPU) else 0
+
+
+def has_gpus(machine: Machine) -> bool:
+    """Whether the accelerators are real; those of a described machine are."""
+    return any(not device.name.startswith(_MADE_OF_THREADS) for device in machine.devices)
+
+
+def precision_on(machine: Machine) -> Precision:
+    """What shared buffers hold: bfloat16 beside GPUs, float32 elsewhere."""
+    return Precision(torch.bfloat16, torch.bfloat16) if has_gpus(machine) else Precision()
+
+
+def shape_for(machine: Machine, source: ModelSource, hparams: HParams, specs: Sequence[TensorSpec]) -> ModelShape:
+    """A model's sizes and costs as this machine would hold it."""
+    n_bytes = precision_on(machine).kv.itemsize
+    return model_shape(source.name, hparams, specs, source.tensors, kv_value_bytes=n_bytes)
+
+
 def ops_of(device: Device) -> Ops:
     """The kernels of a device."""
-    return cpu.OPS
+    if not device.name.startswith(_GPU):
+        return cpu.OPS
+    from overspill.kernels.triton import make_ops
+
+    return make_ops(device.torch_device)
 
 
 def open_for(options: Options) -> Devices:

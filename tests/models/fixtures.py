@@ -69,4 +69,11 @@ MODELS = [
     Case("qwen3-yarn"),
     Case("qwen3moe"),
     Case("gpt-oss"),
+    Case("glm4_moe"),
+    Case("glm4_moe-air"),
+    Case("glm4_moe-mtp"),
+    Case("minimax_m2"),
+    Case("olmoe"),
+    Case("granitemoe"),
+    Case("qwen2moe"),
 ]

@@ -25,6 +25,21 @@ def heads(block: Block, name: str, x_TD: torch.Tensor, head_dim: int) -> torch.T
     return linear(block, name, x_TD).view(len(x_TD), -1, head_dim)
 
 
+def norm_each_head(block: Block, q: torch.Tensor, k: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMS norm of each query and key head, where the file has its weights."""
+    if not block.has("attn_q_norm"):
+        return q, k
+    norm = block.ops.rms_norm
+    return norm(q, block.vector("attn_q_norm"), eps), norm(k, block.vector("attn_k_norm"), eps)
+
+
+def norm_all_heads(block: Block, q: torch.Tensor, k: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMS norm of all query heads of a token together, and of all its key heads."""
+    norm = block.ops.rms_norm
+    q_norm = norm(q.flatten(1), block.vector("attn_q_norm"), eps)
+    return q_norm.view_as(q), norm(k.flatten(1), block.vector("attn_k_norm"), eps).view_as(k)
+
+
 def attend_cached(
     ops: Ops,
     cache: KvCache,

@@ -16,18 +16,36 @@ from typing import TYPE_CHECKING, Protocol, cast
 from overspill.errors import UserError
 from overspill.gguf.cursor import shown
 from overspill.gguf.keys import Keys
-from overspill.models.specs import gpt_oss, llama, qwen2, qwen3, qwen3moe
+from overspill.models.specs import (
+    glm4moe,
+    gpt_oss,
+    granitemoe,
+    llama,
+    minimax_m2,
+    olmoe,
+    qwen2,
+    qwen2moe,
+    qwen3,
+    qwen3moe,
+    qwen3vlmoe,
+)
 from overspill.models.specs.base import HParams, TensorSpec
 
 if TYPE_CHECKING:
     from overspill.models.base import Model
 
 _SPECS: dict[str, ModuleType] = {
+    "glm4moe": glm4moe,
     "gpt-oss": gpt_oss,
+    "granitemoe": granitemoe,
     "llama": llama,
+    "minimax-m2": minimax_m2,
+    "olmoe": olmoe,
     "qwen2": qwen2,
+    "qwen2moe": qwen2moe,
     "qwen3": qwen3,
     "qwen3moe": qwen3moe,
+    "qwen3vlmoe": qwen3vlmoe,
 }
 
 

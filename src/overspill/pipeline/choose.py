@@ -18,7 +18,7 @@ from overspill.options import Options
 from overspill.pipeline.schedule import Order, Policy, WaveSchedule
 from overspill.pipeline.simulate import Prediction, WaveShape, predict
 from overspill.pipeline.split import Layout, Slab
-from overspill.pipeline.upload import cut_slabs
+from overspill.pipeline.upload import WIDE_VALUE_BYTES, cut_slabs
 from overspill.placement.machine import Machine
 from overspill.placement.plan import Placement, place
 from overspill.placement.shape import ModelShape, Role
@@ -88,7 +88,10 @@ def _cheapest(plan: Plan, n_tokens: int) -> WaveSchedule:
 
 
 def choose(shape: ModelShape, machine: Machine, options: Options, *, widen: bool = False) -> Plan:
-    """The fastest plan that fits. Raises `UserError` when none does, with the reason of the last one tried."""
+    """The fastest plan that fits. widen: the devices' kernels want staged slabs dequantised once a wave.
+
+    Raises `UserError` when none does, with the reason of the last one tried.
+    """
     best: Plan | None = None
     refusal: UserError | None = None
     for order, grain, n_ubatch in _candidates(shape, machine, options):
@@ -130,7 +133,7 @@ def _ubatches(shape: ModelShape, options: Options) -> list[int]:
 def _plan(
     shape: ModelShape, machine: Machine, options: Options, *, order: Order, grain: int, n_ubatch: int, widen: bool
 ) -> Plan:
-    placement = _place(shape, machine, options, grain=grain, n_ubatch=n_ubatch)
+    placement = _place(shape, machine, options, grain=grain, n_ubatch=n_ubatch, widen=widen)
     placement, layout = with_embedding(shape, machine, placement, layout_of(shape, machine, placement))
     policy = None if options.policy == "auto" else Policy(options.policy)
     schedule = WaveSchedule(order, policy or Policy.ALL, options.n_staging_slots, widen)
@@ -141,13 +144,23 @@ def _plan(
     return Plan(shape, machine, placement, layout, schedule, policy, min_upload, in_flight, reference, predicted)
 
 
-def _place(shape: ModelShape, machine: Machine, options: Options, *, grain: int, n_ubatch: int) -> Placement:
+def _place(
+    shape: ModelShape, machine: Machine, options: Options, *, grain: int, n_ubatch: int, widen: bool
+) -> Placement:
     """With the largest wave that fits, where the user left it open: a wave costs memory, and saves uploads."""
     n_ctx = options.n_ctx or shape.n_ctx_train
     n_wave = options.n_wave or max(n_ubatch, min(n_ctx, _MAX_WAVE))
     while True:
         try:
-            return place(shape, machine, options, n_ubatch=n_ubatch, n_wave=n_wave, grain=grain)
+            return place(
+                shape,
+                machine,
+                options,
+                n_ubatch=n_ubatch,
+                n_wave=n_wave,
+                grain=grain,
+                wide_value_bytes=WIDE_VALUE_BYTES if widen else 0,
+            )
         except UserError:
             if options.n_wave is not None or n_wave <= n_ubatch:
                 raise

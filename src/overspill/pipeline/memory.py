@@ -56,7 +56,7 @@ class Memory:
         hp: HParams,
         sizes: Sizes,
         staging: Sequence[StagingPlan | None],
-        precision: Precision = Precision(),  # noqa: B008
+        precision: Precision = Precision(),
     ) -> None:
         self.sizes = sizes
         self._precision = precision

@@ -95,3 +95,8 @@ def shared_tensors(hp: HParams, i_layer: int) -> list[TensorSpec]:
         TensorSpec(b + "ffn_up_shexp.weight", (F, hp.n_embd)),
         TensorSpec(b + "ffn_down_shexp.weight", (hp.n_embd, F)),
     ]
+
+
+def shared_gate(hp: HParams, i_layer: int) -> TensorSpec:
+    """What decides, for each token, how much the shared experts count."""
+    return TensorSpec(f"blk.{i_layer}.ffn_gate_inp_shexp.weight", (hp.n_embd,))

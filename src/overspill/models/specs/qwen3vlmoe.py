@@ -1,0 +1,7 @@
+"""Qwen3-VL-MoE, its text: Qwen3-MoE. For text all axes of the rotation have one position, and no image is added."""
+
+from __future__ import annotations
+
+from overspill.models.specs.qwen3moe import read_hparams, tensors
+
+__all__ = ["read_hparams", "tensors"]

@@ -1,0 +1,36 @@
+"""Where tests of the Triton kernels run: on a CUDA device if there is one, else in Triton's interpreter on the CPU.
+
+Import this before anything that imports Triton: whether kernels are interpreted is decided when they are defined.
+In the interpreter, kernels work in float32 only (it has no bfloat16 products), so tests take `DTYPE` and tolerances
+from here.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+HAS_CUDA = torch.cuda.is_available()
+if not HAS_CUDA:
+    os.environ["TRITON_INTERPRET"] = "1"
+pytest.importorskip("triton", reason="Triton is not installed")
+DEVICE = torch.device("cuda" if HAS_CUDA else "cpu")
+
+
+def _let_loops_take_tensors() -> None:
+    """NumPy from 2.4 on does not turn an array of one element into a number, which the interpreter relies on."""
+    from triton.runtime import interpreter
+
+    plain_patch = interpreter._patch_lang_tensor
+
+    def patch(tensor, scope):
+        plain_patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch
+
+
+if not HAS_CUDA:
+    _let_loops_take_tensors()
