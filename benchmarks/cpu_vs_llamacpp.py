@@ -41,6 +41,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PEER_SCRIPT = ROOT / "tools" / "llamacpp_peer.py"
 RESULTS = ROOT / "benchmarks" / "results" / "cpu_vs_llamacpp.json"
 
+TABLE_WIDTH = 130  # also where the output is no terminal
+
 Samples = tuple[list[float], list[float]]
 
 
@@ -164,7 +166,7 @@ def show(comparisons: Sequence[Comparison], settings: Settings) -> None:
             medians = f"{median(ours) / median(peer):.2f}"
             foreign = max(value for values in comparison.foreign_cpus.values() for value in values)
             table.add_row(comparison.model, f"{phase}{n_tokens}", *cells, medians, f"{foreign:.2f}")
-    Console().print(table)
+    Console(width=TABLE_WIDTH).print(table)
 
 
 def _mean_and_deviation(samples: Sequence[float]) -> str:
