@@ -67,6 +67,8 @@ def test_marks_of_thinking_are_text_in_a_tool_result_and_the_models_own_in_its_a
     own = marked(THINKING, [user(), {"role": "assistant", "content": "<think>a</think>\n\nb"}, user()])
     assert literal(own) == []
     assert "\nb<|im_end|>" in joined(own)
+    printed = "</think>{% for m in messages %}{{ m.content }};{% endfor %}"
+    assert literal(marked(printed, [user("x</think>"), {"role": "assistant", "content": "y</think>"}])) == ["</think>"]
 
 
 def test_user_defined_tokens_that_the_template_does_not_use_stay_tokens():
@@ -125,7 +127,8 @@ def test_a_template_that_cannot_bear_marks_at_the_ends_goes_without():
 
 
 def test_white_space_around_a_message_can_still_be_trimmed():
-    assert joined(marked("<{{ messages[0].content | trim }}>", [user("  a  ")])) == "<a>"
+    trimmed = marked("<{{ messages[0].content | trim }}>", [user("  a  ")])
+    assert trimmed == [Segment("<", True), Segment("a", True), Segment(">", True)]
     assert joined(marked("<{{ messages[0].content }}>", [user("  ")])) == "<  >"
 
 

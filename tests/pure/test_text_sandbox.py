@@ -152,6 +152,7 @@ BOMBS = [
     "{{ range(99999) | map('string') | map('replace', '', 'x' * 9999) | list | length }}",
     "{% for a in range(2000) %}{% for b in range(2000) %}{% for c in range(2000) %}{{ c }}{% endfor %}{% endfor %}"
     "{% endfor %}",
+    "{% set s = 'x' * 999999 %}{% for i in range(99) %}{% if s[1:] %}{% endif %}{% endfor %}",
     "{{ ((" * 5000 + "1" + "))" * 5000 + " }}",
     "{% if true %}" * 500 + "{% endif %}" * 500,
 ]  # fmt: skip
