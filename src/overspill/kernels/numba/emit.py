@@ -190,9 +190,9 @@ class Emitter:
         return self.vec(b.select(b.fcmp_ordered("<", raised, ceiling), raised, ceiling))
 
     def prefetch(self, pointer: ir.Value, offset: ir.Value | int) -> None:
-        """Ask for the cache line in the second-level cache; an address outside any memory is harmless."""
+        """Ask for the cache line; an address outside any memory is harmless."""
         function = self.intrinsic("llvm.prefetch.p0", ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
-        self.builder.call(function, [self.at(pointer, offset), const(0, I32), const(2, I32), const(1, I32)])
+        self.builder.call(function, [self.at(pointer, offset), const(0, I32), const(3, I32), const(1, I32)])
 
     def intrinsic(self, name: str, result: ir.Type, arguments: list[ir.Type]) -> ir.Function:
         return cgutils.get_or_insert_function(self.builder.module, ir.FunctionType(result, arguments), name)

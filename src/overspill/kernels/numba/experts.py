@@ -249,7 +249,7 @@ def _hidden_address() -> int:
         """Gate and up rows of one expert after the other: the gated activations of every pair."""
         _ = digest
         c = _read_call(call)
-        gate_bytes, up_bytes = c.n_hidden * _read_rows(c.gate).row_bytes, c.n_hidden * _read_rows(c.up).row_bytes
+        gate, up = _read_rows(c.gate), _read_rows(c.up)
         scratch = c.scratch + i_thread * SCRATCH_BYTES
         n_per_task = rows_per_task(c.n_hidden, max(c.n_groups, 1), c.n_threads)
         n_parts = (c.n_hidden + n_per_task - 1) // n_per_task
@@ -259,14 +259,14 @@ def _hidden_address() -> int:
                 break
             group, row = task // n_parts, task % n_parts * n_per_task
             n_rows = min(n_per_task, c.n_hidden - row)
-            first, slot = load_i64(c.first, group), load_i64(c.slots, group)
-            n, inputs, hidden = (
-                load_i64(c.first, group + 1) - first,
-                c.pair_inputs + 8 * first,
-                c.pair_hidden + 8 * first,
-            )
-            _call_multiply(c.multiply, (c.gate, slot * gate_bytes, row, n_rows, n, inputs, hidden, 0, STORE, scratch))
-            _call_multiply(c.multiply, (c.up, slot * up_bytes, row, n_rows, n, inputs, hidden, 0, c.act, scratch))
+            first, i_row = load_i64(c.first, group), load_i64(c.slots, group) * c.n_hidden
+            n, inputs = load_i64(c.first, group + 1) - first, c.pair_inputs + 8 * first
+            hidden = c.pair_hidden + 8 * first
+            up_row = up.address + (i_row + row) * up.row_bytes
+            gate_part = (c.gate, i_row * gate.row_bytes, row, n_rows, up_row)
+            up_part = (c.up, i_row * up.row_bytes, row, n_rows, 0)
+            _call_multiply(c.multiply, (*gate_part, n, inputs, hidden, 0, STORE, scratch))
+            _call_multiply(c.multiply, (*up_part, n, inputs, hidden, 0, c.act, scratch))
 
     return c_function(hidden_of_experts, 2)
 
@@ -279,7 +279,7 @@ def _down_address() -> int:
         """Some rows of every expert's down matrix, experts ascending, added to the output."""
         _ = digest
         c = _read_call(call)
-        down_bytes = c.n_model * _read_rows(c.down).row_bytes
+        down = _read_rows(c.down)
         scratch = c.scratch + i_thread * SCRATCH_BYTES
         n_per_task = rows_per_task(c.n_model, 1, c.n_threads)
         while True:
@@ -288,11 +288,13 @@ def _down_address() -> int:
                 break
             n_rows = min(n_per_task, c.n_model - row)
             for group in range(c.n_groups):
-                first, slot = load_i64(c.first, group), load_i64(c.slots, group)
+                first, i_row = load_i64(c.first, group), load_i64(c.slots, group) * c.n_model
                 n, weights = load_i64(c.first, group + 1) - first, c.pair_weights + 4 * first
+                next_read = 0
+                if group + 1 < c.n_groups:
+                    next_read = down.address + (load_i64(c.slots, group + 1) * c.n_model + row) * down.row_bytes
+                part = (c.down, i_row * down.row_bytes, row, n_rows, next_read)
                 hidden, outputs = c.pair_hidden + 8 * first, c.pair_outputs + 8 * first
-                _call_multiply(
-                    c.multiply, (c.down, slot * down_bytes, row, n_rows, n, hidden, outputs, weights, ADD, scratch)
-                )
+                _call_multiply(c.multiply, (*part, n, hidden, outputs, weights, ADD, scratch))
 
     return c_function(down_of_experts, 2)

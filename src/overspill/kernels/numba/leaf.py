@@ -24,16 +24,16 @@ from overspill.kernels.numba.jit import intrinsic
 from overspill.kernels.numba.native import c_function
 from overspill.kernels.numba.target import DOT_ROWS, DOT_TOKENS, LANES, SOURCE_DIGEST, TILE_ROWS, UNIT_ELEMENTS
 
-N_DOT_ARGS, N_DECODE_ARGS, N_TILE_ARGS = 6, 7, 7
+N_DOT_ARGS, N_DECODE_ARGS, N_TILE_ARGS = 7, 7, 7
 
 
 @cache
 def dot_address(type: TensorType, n_tokens: int) -> int:
-    """C function (rows, row_bytes, n_rows, n_units, x_pointers, products), see `_emit_dot`."""
+    """C function (rows, row_bytes, n_rows, n_units, ahead, x_pointers, products), see `_emit_dot`."""
     type_id, digest = int(type), SOURCE_DIGEST
 
-    def dot(rows, row_bytes, n_rows, n_units, xs, products):
-        _dot(type_id, n_tokens, digest, (rows, row_bytes, n_rows, n_units, xs, products))
+    def dot(rows, row_bytes, n_rows, n_units, ahead, xs, products):
+        _dot(type_id, n_tokens, digest, (rows, row_bytes, n_rows, n_units, ahead, xs, products))
 
     return c_function(dot, N_DOT_ARGS)
 
@@ -89,17 +89,20 @@ def _tile(typing_context, n_tokens, digest, arguments):
     return types.void(n_tokens, digest, arguments), codegen
 
 
-def _emit_dot(e, decoder, n_tokens, rows, row_bytes, n_rows, n_units, xs, products):
-    """A few rows (DOT_ROWS) times `n_tokens` tokens; past `n_rows` the last one is repeated, to no effect."""
+def _emit_dot(e, decoder, n_tokens, rows, row_bytes, n_rows, n_units, ahead, xs, products):
+    """A few rows (DOT_ROWS) times `n_tokens` tokens; past `n_rows` the last one is repeated, to no effect.
+
+    The CPU's own prefetcher follows long streams, not several short ones. So, while these rows are read, as many
+    bytes at `ahead` are asked for: what will be read soon.
+    """
     b = e.builder
     n_dot_rows = DOT_ROWS[DOT_TOKENS.index(n_tokens)]
     starts = _row_pointers(e, rows, row_bytes, n_rows, n_dot_rows)
     tokens = _token_pointers(e, xs, n_tokens)
     scratches = [e.scratch(SCRATCH_FLOATS) for _ in starts]
     sums = _Sums(e, n_tokens * n_dot_rows)
-    ahead = e.at(e.pointer(rows), b.mul(row_bytes, const(2 * n_dot_rows)))
+    ahead = e.pointer(ahead)
     with cgutils.for_range(b, n_units) as units:
-        # The CPU's own prefetcher follows one stream, not several short ones: fetch the rows after next in order.
         for line in range(0, decoder.n_bytes * n_dot_rows, 64):
             e.prefetch(ahead, e.offset(units.index, decoder.n_bytes * n_dot_rows, line))
         blocks = [e.at(start, e.offset(units.index, decoder.n_bytes)) for start in starts]

@@ -24,8 +24,8 @@ from overspill.kernels.numba.target import SOURCE_DIGEST, TILE_ROWS, UNIT_ELEMEN
 from overspill.kernels.numba.workspace import WORKSPACE
 from overspill.quant.qtensor import QTensor
 
-# Tasks per thread: enough for the fast ones to take over from the slow.
-_TASKS_PER_THREAD = 8
+# Tasks per thread: some, for the fast threads to take over from the slow; not many, as long runs of rows read faster.
+_TASKS_PER_THREAD = 4
 
 
 class _Call(NamedTuple):
@@ -136,6 +136,6 @@ def _work_address() -> int:
             row, first = task // n_blocks * n_per_task, task % n_blocks * BLOCK_TOKENS
             n_rows, n_tokens = min(n_per_task, c.n_rows - row), min(BLOCK_TOKENS, c.n_tokens - first)
             inputs, outputs = c.inputs + 8 * first, c.outputs + 8 * first
-            _call_multiply(c.multiply, (c.matrix, 0, row, n_rows, n_tokens, inputs, outputs, 0, STORE, scratch))
+            _call_multiply(c.multiply, (c.matrix, 0, row, n_rows, 0, n_tokens, inputs, outputs, 0, STORE, scratch))
 
     return c_function(work_matmul, 2)

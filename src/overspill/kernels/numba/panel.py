@@ -30,6 +30,7 @@ from overspill.kernels.numba.target import (
     DOT_ROWS,
     DOT_TOKENS,
     LANES,
+    MAX_DOT_TOKENS,
     SOURCE_DIGEST,
     TILE_ROWS,
     TILE_TOKENS,
@@ -40,10 +41,10 @@ from overspill.quant.qtensor import QTensor
 # What to do with a product v: `out = v`, `out += weight * v`, or an activation of `out` (the gate) times v.
 STORE, ADD, SILU = 0, 1, 2
 
-# Up to this many tokens, decoding in registers beats decoding into the scratch (measured; about the same for all).
-MAX_DOT_TOKENS = 20
 # A piece of a decoded tile must fit in the first-level cache next to the activations it meets.
 PIECE_ELEMENTS = 2048
+# How far ahead of its use a weight is asked for: enough for the memory's latency, little in the first-level cache.
+AHEAD_BYTES = 8192
 # Tokens that share one decoded tile; their sums wait in the scratch between two pieces.
 BLOCK_TOKENS = 96
 
@@ -77,6 +78,16 @@ class Rows(NamedTuple):
     tile3: int
 
 
+class Part(NamedTuple):
+    """The rows of a matrix to multiply: their address, the first, how many; their end, and what is read after it."""
+
+    address: int
+    first_row: int
+    n_rows: int
+    end: int
+    next_read: int
+
+
 class Tokens(NamedTuple):
     """Addresses of arrays with one entry per token: input rows, output rows (int64), weights (float32)."""
 
@@ -86,7 +97,7 @@ class Tokens(NamedTuple):
     weights: int
 
 
-N_MULTIPLY_ARGS = 10
+N_MULTIPLY_ARGS = 11
 _read_rows = reader(Rows)
 _call_dot = caller(N_DOT_ARGS)
 _call_decode = caller(N_DECODE_ARGS)
@@ -111,63 +122,68 @@ def _inner_loops(type: TensorType) -> tuple[int, ...]:
 
 @cache
 def multiply_address() -> int:
-    """C function (rows, offset, first_row, n_rows, n_tokens, inputs, outputs, weights, then, scratch).
+    """C function (rows, offset, first_row, n_rows, next_read, n_tokens, inputs, outputs, weights, then, scratch).
 
     Multiplies `n_rows` rows of the matrix `offset` bytes after the one described at `rows` with every token; product
-    (t, r) goes to float r of `outputs[t]`, as `then` says. `scratch`: SCRATCH_BYTES of the thread, aligned to 64.
+    (t, r) goes to float r of `outputs[t]`, as `then` says. next_read: address of what this thread will read next, or
+    0. scratch: SCRATCH_BYTES of the thread, aligned to 64.
     """
     digest = SOURCE_DIGEST
 
-    def multiply(rows, offset, first_row, n_rows, n_tokens, inputs, outputs, weights, then, scratch):
+    def multiply(rows, offset, first_row, n_rows, next_read, n_tokens, inputs, outputs, weights, then, scratch):
         _ = digest
         matrix = _read_rows(rows)
         start = matrix.address + offset + first_row * matrix.row_bytes
+        part = Part(start, first_row, n_rows, start + n_rows * matrix.row_bytes, next_read)
         for first in range(0, n_tokens, BLOCK_TOKENS):
             n = min(BLOCK_TOKENS, n_tokens - first)
             tokens = Tokens(n, inputs + 8 * first, outputs + 8 * first, weights + 4 * first)
             if n <= MAX_DOT_TOKENS and matrix.tail_bytes == 0:
-                _by_dots(matrix, start, first_row, n_rows, tokens, then, scratch)
+                _by_dots(matrix, part, tokens, then, scratch)
             else:
-                _by_tiles(matrix, start, first_row, n_rows, tokens, then, scratch)
+                _by_tiles(matrix, part, tokens, then, scratch)
 
     return c_function(multiply, N_MULTIPLY_ARGS)
 
 
 @njit(nogil=True, error_model="numpy")
-def _by_dots(matrix, start, first_row, n_rows, tokens, then, scratch):
+def _by_dots(matrix, part, tokens, then, scratch):
     """Rows outside, tokens inside: the few rows of a step stay in the first-level cache."""
-    for row in range(0, n_rows, DOT_ROWS[0]):
-        n = min(DOT_ROWS[0], n_rows - row)
+    for row in range(0, part.n_rows, TILE_ROWS):
         first = 0
         while first < tokens.n:
             n_left = tokens.n - first
             kind = 3 if n_left >= 7 else 2 if n_left >= 3 else n_left - 1
-            _dot_rows(matrix, start + row * matrix.row_bytes, first_row + row, n, tokens, first, kind, then, scratch)
+            _dot_rows(matrix, part, row, tokens, first, kind, then, scratch)
             first += DOT_TOKENS[kind]
 
 
 @njit(nogil=True, error_model="numpy")
-def _dot_rows(matrix, start, first_row, n_rows, tokens, first, kind, then, scratch):
-    """Dots with DOT_TOKENS[kind] tokens from `first`; where fewer are left, the last one is repeated, to no effect."""
+def _dot_rows(matrix, part, first_row, tokens, first, kind, then, scratch):
+    """TILE_ROWS rows, or what is left, with DOT_TOKENS[kind] tokens; the last is repeated, to no effect, if need be."""
     pointers, products = scratch + _POINTERS, scratch + _PRODUCTS
+    n_rows = min(TILE_ROWS, part.n_rows - first_row)
     n_tokens, rows_per_call = DOT_TOKENS[kind], DOT_ROWS[kind]
     dot = (matrix.dot1, matrix.dot2, matrix.dot4, matrix.dot8)[kind]
     for i in range(n_tokens):
         store_i64(pointers, i, load_i64(tokens.inputs, min(first + i, tokens.n - 1)))
     for row in range(0, n_rows, rows_per_call):
-        n = min(rows_per_call, n_rows - row)
-        _call_dot(dot, (start + row * matrix.row_bytes, matrix.row_bytes, n, matrix.n_units, pointers, products))
-        for i in range(min(n_tokens, tokens.n - first)):
-            _finish(tokens, first + i, first_row + row, n, products + i * TILE_ROWS * 4, then, scratch)
+        n, at = min(rows_per_call, n_rows - row), part.address + (first_row + row) * matrix.row_bytes
+        ahead = at + AHEAD_BYTES
+        if ahead >= part.end:
+            ahead = part.next_read + (ahead - part.end) if part.next_read != 0 else at
+        _call_dot(dot, (at, matrix.row_bytes, n, matrix.n_units, ahead, pointers, products + 4 * row))
+    for i in range(min(n_tokens, tokens.n - first)):
+        _finish(tokens, first + i, part.first_row + first_row, n_rows, products + i * TILE_ROWS * 4, then, scratch)
 
 
 @njit(nogil=True, error_model="numpy")
-def _by_tiles(matrix, start, first_row, n_rows, tokens, then, scratch):
+def _by_tiles(matrix, part, tokens, then, scratch):
     units_per_piece = PIECE_ELEMENTS // matrix.unit_elements
     n_pieces = max((matrix.n_units + units_per_piece - 1) // units_per_piece, 1)
-    for row in range(0, n_rows, TILE_ROWS):
-        n = min(TILE_ROWS, n_rows - row)
-        at = start + row * matrix.row_bytes
+    for row in range(0, part.n_rows, TILE_ROWS):
+        n = min(TILE_ROWS, part.n_rows - row)
+        at = part.address + row * matrix.row_bytes
         for piece in range(n_pieces):
             first_unit = piece * units_per_piece
             n_units = min(units_per_piece, matrix.n_units - first_unit)
@@ -176,7 +192,7 @@ def _by_tiles(matrix, start, first_row, n_rows, tokens, then, scratch):
             _call_decode(matrix.decode, (at, matrix.row_bytes, n, first_unit, n_units, tail_bytes, scratch))
             n_elements = n_units * matrix.unit_elements + (UNIT_ELEMENTS if tail_bytes else 0)
             span = (first_unit * matrix.unit_elements, n_elements, np.int64(piece == 0), np.int64(is_last))
-            _multiply_piece(matrix, span, first_row + row, n, tokens, then, scratch)
+            _multiply_piece(matrix, span, part.first_row + row, n, tokens, then, scratch)
 
 
 @njit(nogil=True, error_model="numpy")

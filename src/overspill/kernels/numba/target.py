@@ -37,8 +37,11 @@ LANES = 16 if HAS_AVX512 else 8
 # Register tiles: 8 x 3 of 32 registers, or 4 x 3 of 16, hold the sums; the rest holds the operands.
 TILE_ROWS = 8 if HAS_AVX512 else 4
 TILE_TOKENS = 3
-DOT_TOKENS = (1, 2, 4, 8)
-DOT_ROWS = tuple((min(4, 16 // n) if HAS_AVX512 else min(2, 8 // n)) for n in DOT_TOKENS)
+# The same for blocks decoded in registers: how many tokens share one decoding, and of how many rows at a time.
+DOT_TOKENS = (1, 2, 4, 8) if HAS_AVX512 else (1, 2, 4, 4)
+DOT_ROWS = (4, 4, 4, 2) if HAS_AVX512 else (2, 2, 2, 2)
+# Up to this many tokens, decoding in registers beats decoding into a scratch (measured; much the same for all types).
+MAX_DOT_TOKENS = 20 if HAS_AVX512 else 8
 # Rows of activations must be a multiple of this long: the smallest unit that a decoder handles.
 UNIT_ELEMENTS = 32
 # Numba's disk cache looks at one source file only: kernels close over this number, so that a change in any file

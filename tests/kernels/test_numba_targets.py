@@ -1,0 +1,47 @@
+"""The CPU kernels as compiled for other CPUs than this one: other vector widths, other ways to look values up."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+AVX2 = "+avx,+avx2,+fma,+f16c,+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+bmi,+bmi2"
+SCRIPT = """
+import torch
+from overspill.gguf.types import TensorType
+from overspill.kernels.numba import matmul, target
+from overspill.quant.dequant import dequantize
+from tests.kernels.weights import random_weight
+
+assert (target.LANES, target.HAS_AVX2) == (8, {has_avx2})
+for name in ("F32", "F16", "Q4_0", "Q5_0", "Q8_0", "Q4_K", "Q6_K", "MXFP4"):
+    weight = random_weight(TensorType[name], (21, 768))
+    x = torch.randn(24, 768)
+    y = matmul(x, weight)
+    expected = x.double() @ dequantize(weight).double().T
+    assert (y - expected).abs().max() < 1e-5 * expected.abs().max(), name
+    assert all(torch.equal(matmul(x[:n], weight), y[:n]) for n in (1, 2, 3, 7)), name
+print("good")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the features named are those of x86-64 CPUs")
+@pytest.mark.parametrize(("cpu", "features"), [("generic", ""), ("haswell", AVX2)])
+def test_kernels_are_right_when_compiled_for(cpu: str, features: str) -> None:
+    if cpu == "haswell" and "avx2" not in _host_features():
+        pytest.skip("this CPU cannot run AVX2 code")
+    env = os.environ | {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": features}
+    script = SCRIPT.format(has_avx2=bool(features))
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "good\n", done.stderr
+
+
+def _host_features() -> set[str]:
+    import llvmlite.binding as llvm
+
+    return {name for name, has in llvm.get_host_cpu_features().items() if has}
