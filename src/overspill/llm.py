@@ -94,7 +94,7 @@ class LLM:
                 self.hparams,
                 layout,
                 self.devices,
-                ops_of,
+                ops_for(self.devices),
                 is_on_host=lambda name: placed.home[name] == host,
                 progress=done,
             )
@@ -194,6 +194,8 @@ class LLM:
         """Uploaded bytes, waves, busy shares and the rest, since loading or `reset_counters`."""
         with self._running:
             run, devices = self.runner.counters, self.devices
+            for device in devices.all:
+                device.settle_host()
             computing = devices.accelerators or (devices.host,)
             wall_us = max(run.wall_us, 1e-9)
             return {
@@ -286,13 +288,16 @@ def shape_for(machine: Machine, source: ModelSource, hparams: HParams, specs: Se
     return model_shape(source.name, hparams, specs, source.tensors, kv_value_bytes=n_bytes)
 
 
-def ops_of(device: Device) -> Ops:
-    """The kernels of a device."""
-    if not device.name.startswith(_GPU):
-        return cpu.OPS
-    from overspill.kernels.triton import make_ops
+def ops_for(devices: Devices) -> Callable[[Device], Ops]:
+    """The kernels of each device; equal GPUs choose the same ones, so that they compute the same bits."""
+    gpus = [device for device in devices.accelerators if device.name.startswith(_GPU)]
+    if not gpus:
+        return lambda device: cpu.OPS
+    from overspill.kernels.triton import AttentionChooser, make_ops
 
-    return make_ops(device.torch_device)
+    chooser = AttentionChooser()
+    tables = {gpu.name: make_ops(gpu.torch_device, chooser=chooser) for gpu in gpus}
+    return lambda device: tables.get(device.name, cpu.OPS)
 
 
 def open_for(options: Options) -> Devices:

@@ -267,6 +267,9 @@ class Device(ABC):
     def close(self) -> None:
         """Finish and end all streams; idempotent."""
 
+    def settle_host(self) -> None:  # noqa: B027
+        """Before counters are read: wait for work whose times are measured on the device. Nothing elsewhere."""
+
     def reset_counters(self) -> None:
         """Start counting again."""
         self.counters = DeviceCounters()

@@ -52,6 +52,7 @@ def attention(
     if sinks is not None:
         return ref.attention(q, k, v, scale=scale, window=window, sinks=sinks)
     n_queries, n_cells = len(q), k.shape[1]
+    k, v = k.to(q.dtype), v.to(q.dtype)
     mask = None if n_queries == 1 and window is None else _mask(n_queries, n_cells, window)
     heads = q.transpose(0, 1)[None]
     out = F.scaled_dot_product_attention(heads, k[None], v[None], attn_mask=mask, scale=scale, enable_gqa=True)
@@ -73,6 +74,7 @@ def experts(
     out: torch.Tensor,
 ) -> None:
     """`kernels.Experts`."""
+    x = x.float()
     is_plain = activation is Activation.SILU and weights.vectors.is_empty
     if is_plain and all(_has_kernel(part.type) for part in weights.parts):
         fast.experts(x, weights.gate, weights.up, weights.down, ids, mix, weights.slot_of, out, activation)

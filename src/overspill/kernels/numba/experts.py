@@ -42,7 +42,8 @@ class _Call(NamedTuple):
     """What the threads read: counts, addresses, strides in bytes; arrays are of int64 unless said otherwise.
 
     i_task_hidden, i_task_down: the next task of each part. is_wrong: set if an id or a slot was out of range.
-    slot_of: int32, or 0 for "expert e is in slot e". gate, up, down: descriptions of the stacks (`panel.Rows`).
+    ids, slot_of: int32; slot_of is 0 for "expert e is in slot e". then: what to do with the up products.
+    gate, up, down: descriptions of the stacks (`panel.Rows`).
     Groups of pairs with the same expert, ascending: first[g] is the first pair of group g, slots[g] the slot;
     ends[e] is where the next pair of expert e goes. Of every pair, in that order: the rows of input, hidden
     activations and output, and the weight (float32).
@@ -58,7 +59,7 @@ class _Call(NamedTuple):
     n_slots: int
     n_hidden: int
     n_model: int
-    act: int
+    then: int
     n_threads: int
     ids: int
     weights: int
@@ -83,6 +84,8 @@ class _Call(NamedTuple):
     scratch: int
 
 
+# Hidden activations in memory at once; more tokens are taken in turns.
+_MAX_HIDDEN_BYTES = 1 << 26
 # What panel.multiply does with the up products, which meet the gate products in the output.
 _THEN = {Activation.SILU: SILU}
 _N_FIELDS = len(_Call._fields)
@@ -112,18 +115,36 @@ def experts(
     out float32 [T, D], rows contiguous. A token's contributions are added in ascending order of expert id.
     Raises IndexError for an id that is no expert or a slot that is no slot, ValueError if shapes do not fit.
     """
-    _check_shapes(x, w_gate, w_up, w_down, out)
-    (n_tokens, n_used), (n_slots, n_hidden, n_model) = ids.shape, w_gate.shape
-    x, ids, weights = padded(x), ids.to(torch.int64).contiguous(), weights.contiguous()
+    stacks = w_gate, w_up, w_down
+    _check(x, stacks, ids, weights, out)
+    x, ids, weights = padded(x), ids.to(torch.int32).contiguous(), weights.contiguous()
     slots = None if slot_of is None else np.ascontiguousarray(slot_of, dtype=np.int32)
-    n_experts = n_slots if slots is None else len(slots)
-    n_threads, n_pairs = get_num_threads(), n_tokens * n_used
-    hidden_stride = 4 * (n_hidden + -n_hidden % UNIT_ELEMENTS)
+    n_tokens, n_at_once = len(x), max(_MAX_HIDDEN_BYTES // (ids.shape[1] * _hidden_stride(w_gate)), 1)
+    if n_tokens <= n_at_once:
+        return _run(x, stacks, ids, weights, slots, out, _THEN[act])
+    for part in (slice(i, i + n_at_once) for i in range(0, n_tokens, n_at_once)):
+        _run(x[part], stacks, ids[part], weights[part], slots, out[part], _THEN[act])
+    return None
+
+
+def _run(
+    x: Tensor,
+    stacks: tuple[QTensor, QTensor, QTensor],
+    ids: Tensor,
+    weights: Tensor,
+    slot_of: npt.NDArray[np.int32] | None,
+    out: Tensor,
+    then: int,
+) -> None:
+    (n_tokens, n_used), (n_slots, n_hidden, n_model) = ids.shape, stacks[0].shape
+    n_experts = n_slots if slot_of is None else len(slot_of)
+    n_threads, n_pairs, hidden_stride = get_num_threads(), n_tokens * n_used, _hidden_stride(stacks[0])
+    # The call block: fields, three descriptions, then arrays of int64.
     call = WORKSPACE.memory("call", 8 * (_N_FIELDS + 3 * _N_ROWS_FIELDS + 3 * n_experts + 1 + 4 * n_pairs))
     gate = call.address + 8 * _N_FIELDS
     first = gate + 8 * 3 * _N_ROWS_FIELDS
-    groups = first + 8 * (n_experts + 1)
-    pairs = groups + 8 * 2 * n_experts
+    slots = first + 8 * (n_experts + 1)
+    pairs = slots + 8 * 2 * n_experts
     fields = _Call(
         i_task_hidden=0,
         i_task_down=0,
@@ -135,11 +156,11 @@ def experts(
         n_slots=n_slots,
         n_hidden=n_hidden,
         n_model=n_model,
-        act=_THEN[act],
+        then=then,
         n_threads=n_threads,
         ids=ids.data_ptr(),
         weights=weights.data_ptr(),
-        slot_of=0 if slots is None else slots.ctypes.data,
+        slot_of=0 if slot_of is None else slot_of.__array_interface__["data"][0],
         x=x.data_ptr(),
         x_stride=4 * x.stride(0),
         out=out.data_ptr(),
@@ -151,26 +172,37 @@ def experts(
         up=gate + 8 * _N_ROWS_FIELDS,
         down=gate + 8 * 2 * _N_ROWS_FIELDS,
         first=first,
-        slots=groups,
-        ends=groups + 8 * n_experts,
+        slots=slots,
+        ends=slots + 8 * n_experts,
         pair_inputs=pairs,
         pair_hidden=pairs + 8 * n_pairs,
         pair_outputs=pairs + 8 * 2 * n_pairs,
         pair_weights=pairs + 8 * 3 * n_pairs,
         scratch=WORKSPACE.memory("scratch", n_threads * SCRATCH_BYTES).address,
     )
-    call.write(fields + describe(w_gate) + describe(w_up) + describe(w_down))
+    call.write(fields + describe(stacks[0]) + describe(stacks[1]) + describe(stacks[2]))
     run(_group_address(), _hidden_address(), _down_address(), call.address, n_threads)
     if call.read(_IS_WRONG):
         raise IndexError(f"expert ids must be 0 to {n_experts - 1} and slots at most {n_slots - 1}")
 
 
-def _check_shapes(x: Tensor, w_gate: QTensor, w_up: QTensor, w_down: QTensor, out: Tensor) -> None:
-    n_slots, n_hidden, n_model = w_gate.shape
-    if w_up.shape != w_gate.shape or w_down.shape != (n_slots, n_model, n_hidden):
-        raise ValueError(f"expert shapes do not fit: gate {w_gate.shape}, up {w_up.shape}, down {w_down.shape}")
-    if x.shape[1] != n_model or out.shape != x.shape or out.stride(1) != 1:
-        raise ValueError(f"activations {tuple(x.shape)} or output {tuple(out.shape)} do not fit {w_gate.shape}")
+def _hidden_stride(w_gate: QTensor) -> int:
+    """Bytes of one pair's hidden activations, padded to whole units."""
+    n_hidden = w_gate.shape[1]
+    return 4 * (n_hidden + -n_hidden % UNIT_ELEMENTS)
+
+
+def _check(x: Tensor, stacks: tuple[QTensor, QTensor, QTensor], ids: Tensor, weights: Tensor, out: Tensor) -> None:
+    """Compiled code follows addresses: what does not fit must not get there."""
+    gate, up, down = (w.shape for w in stacks)
+    if up != gate or down != (gate[0], gate[2], gate[1]):
+        raise ValueError(f"expert shapes do not fit: gate {gate}, up {up}, down {down}")
+    if x.shape[1] != gate[2] or out.shape != x.shape or out.stride(1) != 1:
+        raise ValueError(f"activations {tuple(x.shape)} or output {tuple(out.shape)} do not fit {gate}")
+    if ids.shape != weights.shape or len(ids) != len(x):
+        raise ValueError(f"ids {tuple(ids.shape)} and weights {tuple(weights.shape)} do not fit {len(x)} tokens")
+    if not x.dtype == weights.dtype == out.dtype == torch.float32:
+        raise ValueError(f"activations, weights and output must be float32: {x.dtype}, {weights.dtype}, {out.dtype}")
 
 
 @cache
@@ -184,7 +216,7 @@ def _group_address() -> int:
         for e in range(c.n_experts):
             store_i64(c.ends, e, 0)
         for pair in range(c.n_tokens * c.n_used):
-            expert = load_i64(c.ids, pair)
+            expert = load_i32(c.ids, pair)
             slot = _slot(expert, c)
             if slot == -2:
                 store_i64(call, _IS_WRONG, 1)
@@ -193,7 +225,7 @@ def _group_address() -> int:
                 store_i64(c.ends, expert, load_i64(c.ends, expert) + 1)
         store_i64(call, _N_GROUPS, _place_groups(c))
         for pair in range(c.n_tokens * c.n_used):
-            expert = load_i64(c.ids, pair)
+            expert = load_i32(c.ids, pair)
             if _slot(expert, c) >= 0:
                 i = load_i64(c.ends, expert)
                 store_i64(c.ends, expert, i + 1)
@@ -266,7 +298,7 @@ def _hidden_address() -> int:
             gate_part = (c.gate, i_row * gate.row_bytes, row, n_rows, up_row)
             up_part = (c.up, i_row * up.row_bytes, row, n_rows, 0)
             _call_multiply(c.multiply, (*gate_part, n, inputs, hidden, 0, STORE, scratch))
-            _call_multiply(c.multiply, (*up_part, n, inputs, hidden, 0, c.act, scratch))
+            _call_multiply(c.multiply, (*up_part, n, inputs, hidden, 0, c.then, scratch))
 
     return c_function(hidden_of_experts, 2)
 

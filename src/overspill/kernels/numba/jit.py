@@ -1,4 +1,4 @@
-"""Numba's decorators and settings, untyped.
+"""Numba's decorators and settings, untyped, and how this package uses its disk cache.
 
 Its annotations describe neither the typing context that an intrinsic's caller leaves out, nor the options of
 `parallel`, nor the settings read from the environment.
@@ -6,6 +6,7 @@ Its annotations describe neither the typing context that an intrinsic's caller l
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -16,3 +17,11 @@ njit: Any = numba.njit
 cfunc: Any = numba.cfunc
 intrinsic: Any = _intrinsic
 config: Any = _config
+
+
+def cached(decorator: Any, function: Callable[..., Any], *signature: Any, **options: Any) -> Any:
+    """Compile with Numba's disk cache, or without where there is no directory to write to."""
+    try:
+        return decorator(*signature, cache=True, **options)(function)
+    except RuntimeError:
+        return decorator(*signature, **options)(function)

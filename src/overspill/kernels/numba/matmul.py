@@ -60,6 +60,8 @@ def matmul(x: Tensor, w: QTensor) -> Tensor:
     (n_tokens, n_elements), n_rows = x.shape, w.shape[0]
     if w.shape != (n_rows, n_elements):
         raise ValueError(f"activations {tuple(x.shape)} do not fit a weight {w.shape}")
+    if x.dtype != torch.float32:
+        raise ValueError(f"activations must be float32: {x.dtype}")
     x = padded(x)
     out = torch.empty(n_tokens, n_rows, dtype=torch.float32)
     n_threads = get_num_threads()

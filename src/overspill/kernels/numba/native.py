@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import prange, types
 
 from overspill.kernels.numba.emit import I64
-from overspill.kernels.numba.jit import cfunc, intrinsic, njit
+from overspill.kernels.numba.jit import cached, cfunc, intrinsic, njit
 
 _N64 = types.int64
 _KEPT: list[Any] = []
@@ -26,10 +26,7 @@ def c_function(function: Callable[..., None], n_arguments: int) -> int:
     Numba's cache knows one source file and the closure of the function, so the closure must hold SOURCE_DIGEST.
     """
     signature = types.void(*(_N64,) * n_arguments)
-    try:
-        compiled = cfunc(signature, cache=True, error_model="numpy")(function)
-    except RuntimeError:  # no directory to cache in
-        compiled = cfunc(signature, error_model="numpy")(function)
+    compiled = cached(cfunc, function, signature, error_model="numpy")
     _KEPT.append(compiled)
     return compiled.address
 
@@ -55,13 +52,7 @@ def caller(n_arguments: int) -> Any:
 _call_task = caller(2)
 
 
-@njit(parallel={"fusion": False}, nogil=True, error_model="numpy", cache=True)
-def run(prepare, first, second, call, n_threads):
-    """Call the C functions at three addresses with (call, i): `prepare` once, the others once for every thread.
-
-    Each starts when all calls before it are done; address 0 is left out. Fusion is off because Numba, which sees no
-    data pass between the two loops, would make them one.
-    """
+def _run(prepare, first, second, call, n_threads):
     if prepare != 0:
         _call_task(prepare, (call, 0))
     for i in prange(n_threads):
@@ -69,3 +60,9 @@ def run(prepare, first, second, call, n_threads):
     if second != 0:
         for i in prange(n_threads):
             _call_task(second, (call, i))
+
+
+# Call the C functions at three addresses with (call, i): `prepare` once, the others once for every thread. Each
+# starts when all calls before it are done; address 0 is left out. Without "fusion": False Numba, which sees no data
+# pass between the two loops, would make them one.
+run = cached(njit, _run, parallel={"fusion": False}, nogil=True, error_model="numpy")

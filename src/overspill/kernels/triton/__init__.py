@@ -1,0 +1,80 @@
+"""GPU kernels in Triton, and the op table of a CUDA device.
+
+Precision: the hidden states between layers are float32; normed inputs, heads, the cache, dequantised weights and
+hidden activations are bfloat16; products accumulate in float32 and dense ones are returned so. Routers are multiplied
+in float32. Nothing here waits for the device once kernels are compiled and attention is chosen.
+
+`make_ops(dtype=torch.float32)` computes the same in float32 throughout, slowly: to tell a rounding from an error.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from overspill.kernels import Ops
+from overspill.kernels.triton.attention import AttentionOp
+from overspill.kernels.triton.chooser import AttentionChooser, Heads
+from overspill.kernels.triton.dequant import dequantize_bf16
+from overspill.kernels.triton.heads import Angles, HeadGains, prepare_heads, rope
+from overspill.kernels.triton.linear import LinearOp, embed
+from overspill.kernels.triton.moe import MoeOp
+from overspill.kernels.triton.norm import rms_norm, swiglu
+from overspill.kernels.triton.route import Choice, pick_experts, route
+from overspill.kernels.triton.wide import wide_bytes, widen, widen_into
+from overspill.kernels.triton.workspace import Workspace, workspace_bytes
+
+__all__ = [
+    "Angles",
+    "AttentionChooser",
+    "Choice",
+    "HeadGains",
+    "Heads",
+    "Workspace",
+    "dequantize_bf16",
+    "make_ops",
+    "pick_experts",
+    "prepare_heads",
+    "route",
+    "wide_bytes",
+    "widen",
+    "workspace_bytes",
+]
+
+_TORCH_PRODUCTS_ON = (9, 0)
+
+
+def make_ops(
+    device: torch.device,
+    *,
+    workspace: Workspace | None = None,
+    chooser: AttentionChooser | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Ops:
+    """The op table of one device, for one stream at a time.
+
+    workspace: scratch memory, made here if None. chooser: shared by the devices of a run, so that equal devices
+    compute equal bits. dtype: of everything that is not kept in float32.
+    """
+    workspace = workspace or Workspace(device)
+    linear = LinearOp(workspace, dtype)
+    has_torch_products = device.type == "cuda" and torch.cuda.get_device_capability(device) == _TORCH_PRODUCTS_ON
+
+    def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_interleaved: bool) -> torch.Tensor:
+        return rope(x, Angles(cos, sin, is_interleaved), dtype=dtype)
+
+    return Ops(
+        embed=embed,
+        linear=linear.linear,
+        linear_heads=linear.linear_heads,
+        rms_norm=partial(rms_norm, dtype=dtype),
+        rope_halves=partial(rotate, is_interleaved=False),
+        rope_pairs=partial(rotate, is_interleaved=True),
+        attention=AttentionOp(device, chooser or AttentionChooser()),
+        swiglu=partial(swiglu, dtype=dtype),
+        experts=MoeOp(workspace, dtype, may_use_torch=has_torch_products and dtype == torch.bfloat16),
+        widen=widen_into,
+        normed_dtype=dtype,
+        kv_dtype=dtype,
+    )

@@ -1,0 +1,80 @@
+"""Starting Triton kernels at little cost on the host.
+
+Triton's own call path works out, at every launch, which compiled variant fits the arguments; with a dozen kernels a
+layer that is most of the host's time. A `Kernel` does it once per combination of constants, dtypes and alignment and
+then calls the compiled program directly.
+
+Convention for the functions given here, which makes that combination cheap to name: parameters are tensors (or None)
+and run-time numbers first, constants (`tl.constexpr`) last, all passed by position; run-time integers are declared
+`do_not_specialize` and stay below 2^31, so that no length of a prompt ever compiles anything; whatever a model fixes
+(its widths) is a constant. In Triton's interpreter, the kernel simply runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+
+class Tuning(NamedTuple):
+    """How a kernel is compiled: warps of a program, and stages of software pipelining in its loops."""
+
+    n_warps: int = 4
+    n_stages: int = 3
+
+
+_PLAIN = Tuning()
+
+
+class Kernel:
+    """One Triton function. is_exact: products and sums are rounded one by one, never fused."""
+
+    def __init__(self, function: Callable[..., Any], *, is_exact: bool = False) -> None:
+        self._function: Any = function
+        self._is_exact = is_exact
+        self._is_compiled = isinstance(function, JITFunction)
+        self._programs: dict[tuple[Any, ...], Any] = {}
+
+    def __call__(
+        self, grid: tuple[int, ...], args: tuple[Any, ...], constants: tuple[Any, ...], tuning: Tuning = _PLAIN
+    ) -> None:
+        """Launch on the current stream of the device of `args[0]`, which must be the current device."""
+        if 0 in grid:
+            return
+        device = args[0].get_device()
+        key = (device, constants, tuning, *map(_variant, args))
+        program = self._programs.get(key)
+        if program is not None:
+            _start(program, device, grid, args + constants)
+            return
+        options = {"num_warps": tuning.n_warps, "num_stages": tuning.n_stages, "enable_fp_fusion": not self._is_exact}
+        program = self._function[grid](*args, *constants, **options)
+        if self._is_compiled:
+            self._programs[key] = program
+
+
+def cdiv(n: int, d: int) -> int:
+    """n / d rounded up."""
+    return -(-n // d)
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is not below n."""
+    return 1 << (n - 1).bit_length()
+
+
+def _variant(arg: Any) -> Any:
+    """What Triton specialises on."""
+    if isinstance(arg, torch.Tensor):
+        return arg.dtype, arg.data_ptr() % 16 == 0
+    return type(arg)
+
+
+def _start(program: Any, device: int, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
+    x, y, z = (*grid, 1, 1)[:3]
+    stream = driver.active.get_current_stream(device)
+    program.run(x, y, z, stream, program.function, program.packed_metadata, None, None, None, *args)

@@ -1,0 +1,74 @@
+"""Dense products: weights as they are stored, results in float32.
+
+What a file stores in float32 (routers, as a rule) is multiplied in float32. Other weights are rounded to bfloat16
+and multiplied on the tensor cores with float32 sums: read in place if they are bfloat16 already, decoded inside the
+product for a few tokens, and otherwise dequantised into scratch memory, in parts where that is small.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from overspill.gguf.types import TensorType
+from overspill.kernels.triton import skinny
+from overspill.kernels.triton.dequant import dequantize_f32, dequantize_into, plain_view
+from overspill.kernels.triton.workspace import Workspace
+from overspill.quant.qtensor import QTensor
+
+
+class LinearOp:
+    """`Ops.linear` and `Ops.linear_heads` on one device; dtype: what weights are rounded to."""
+
+    def __init__(self, workspace: Workspace, dtype: torch.dtype) -> None:
+        self._workspace = workspace
+        self._dtype = dtype
+
+    def linear(self, x: torch.Tensor, weight: QTensor) -> torch.Tensor:
+        """x W^T, float32 `[T, N]`."""
+        if weight.type is TensorType.F32:
+            return x.float() @ weight.data.view(torch.float32).T
+        x = x.to(self._dtype).contiguous()
+        plain = plain_view(weight, self._dtype)
+        if plain is not None:
+            return _product(x, plain)
+        if skinny.can_multiply(x, weight):
+            return skinny.multiply(x, weight, dtype=torch.float32)
+        return self._dequantized(x, weight)
+
+    def linear_heads(self, x_THK: torch.Tensor, weight: QTensor) -> torch.Tensor:
+        """x W^T with a matrix for each head, float32 `[T, H, N]`."""
+        plain = plain_view(weight, self._dtype)
+        if plain is None:
+            plain = self._workspace.take("weights", weight.shape, self._dtype)
+            dequantize_into(weight, plain)
+        return _batched(x_THK.to(self._dtype).transpose(0, 1), plain.transpose(1, 2)).transpose(0, 1)
+
+    def _dequantized(self, x: torch.Tensor, weight: QTensor) -> torch.Tensor:
+        N, K = weight.shape
+        n_rows = max(1, self._workspace.weight_bytes // (K * self._dtype.itemsize))
+        pieces = []
+        for first in range(0, N, n_rows):
+            rows = weight.rows(first, min(N, first + n_rows))
+            plain = self._workspace.take("weights", rows.shape, self._dtype)
+            dequantize_into(rows, plain)
+            pieces.append(_product(x, plain))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+
+
+def embed(weight: QTensor, ids: torch.Tensor) -> torch.Tensor:
+    """Rows of `weight [V, D]`, float32."""
+    rows = weight.data[ids.long()]
+    return dequantize_f32(QTensor(rows, weight.type, (len(ids), weight.shape[1])))
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x W^T with float32 sums and a float32 result."""
+    if x.dtype == torch.float32:
+        return x @ weight.T
+    return torch.mm(x, weight.T, out_dtype=torch.float32)
+
+
+def _batched(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if x.dtype == torch.float32:
+        return torch.bmm(x, weight)
+    return torch.bmm(x, weight, out_dtype=torch.float32)

@@ -1,0 +1,166 @@
+"""The routed experts of a layer for many tokens: sort, two grouped products, combine. No host synchronisation.
+
+Quantised stacks are dequantised into scratch memory first, only the experts that have tokens, and in parts where the
+scratch does not hold all; widened or bfloat16 stacks are used where they lie. Which products run is decided by shapes
+alone, never by where tokens went or how a layer was cut into slabs, so results do not depend on that.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from overspill.kernels.triton import grouped, grouped_torch
+from overspill.kernels.triton.combine import combine
+from overspill.kernels.triton.dequant import dequantize_into, plain_view
+from overspill.kernels.triton.grouped import Extras, Shape, Stacks
+from overspill.kernels.triton.norm import ACTIVATIONS
+from overspill.kernels.triton.sort import Sorted, sort_pairs
+from overspill.kernels.triton.wide import gate_up_of, stacks_in, wide_bytes
+from overspill.kernels.triton.workspace import Workspace
+from overspill.quant.experts import Activation, ExpertVectors, ExpertWeights
+
+_MAPS_KEPT = 1024
+# torch picks its tile by rows per matrix; above this it is the large one for a whole layer and for any slab of it.
+_MANY_ROWS = 128
+_TORCH_ALIGNMENT = 16
+
+
+class SlotMap(NamedTuple):
+    """slot_of: int32 `[E]`, slot of each expert or -1. expert_of: int32 `[E']`, expert of each slot."""
+
+    slot_of: torch.Tensor
+    expert_of: torch.Tensor
+
+
+class SlotMaps:
+    """Maps between experts and slots on a device, each sent there once; the least recently used are dropped."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._maps: OrderedDict[tuple[int, bytes], SlotMap] = OrderedDict()
+
+    def of(self, weights: ExpertWeights) -> SlotMap:
+        """The maps of a stack. Sends them without waiting when they are new, which no graph capture allows."""
+        n_slots = weights.gate.shape[0]
+        slot_of = np.arange(n_slots, dtype=np.int32) if weights.slot_of is None else weights.slot_of
+        key = (n_slots, slot_of.tobytes())
+        if key not in self._maps:
+            self._maps[key] = self._send(slot_of, n_slots)
+            if len(self._maps) > _MAPS_KEPT:
+                self._maps.popitem(last=False)
+        self._maps.move_to_end(key)
+        return self._maps[key]
+
+    def _send(self, slot_of: npt.NDArray[np.int32], n_slots: int) -> SlotMap:
+        expert_of = np.zeros(n_slots, np.int32)
+        (present,) = np.nonzero(slot_of >= 0)
+        expert_of[slot_of[present]] = present
+        return SlotMap(*(torch.from_numpy(m.copy()).to(self._device, non_blocking=True) for m in (slot_of, expert_of)))
+
+
+class _Part(NamedTuple):
+    """Slots `first <= slot < first + n` of a stack."""
+
+    first: int
+    n: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """What is the same for all parts of a call."""
+
+    shape: Shape
+    tile_m: int
+    activate: Callable[..., Any]
+    is_for_torch: bool
+
+
+class MoeOp:
+    """`kernels.Experts` on one device. dtype: of hidden values and plain weights. may_use_torch: see the module."""
+
+    def __init__(self, workspace: Workspace, dtype: torch.dtype, *, may_use_torch: bool) -> None:
+        self._workspace = workspace
+        self._dtype = dtype
+        self._may_use_torch = may_use_torch
+        self._maps = SlotMaps(workspace.device)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        mix: torch.Tensor,
+        weights: ExpertWeights,
+        activation: Activation,
+        out: torch.Tensor,
+    ) -> None:
+        """See `kernels.Experts`; `out` is float32 and contiguous, `x` of any float."""
+        maps = self._maps.of(weights)
+        x = x.to(self._dtype)
+        ids, mix = ids.contiguous(), mix.contiguous()
+        job = _Job(
+            shape=Shape(ids.shape[1], *_widths(weights)),
+            tile_m=grouped.tile_rows(ids.numel(), len(maps.slot_of)),
+            activate=ACTIVATIONS[activation],
+            is_for_torch=self._is_for_torch(ids.numel() / len(maps.slot_of), weights),
+        )
+        for part in self._parts(weights):
+            rows = sort_pairs(ids, maps.slot_of, part.first, part.n, job.tile_m, self._workspace)
+            stacks = self._stacks(weights, part, rows)
+            y = self._products(x, rows, stacks, _extras(weights.vectors, maps, part), job)
+            combine(out, y, ids, mix, rows.inverse)
+
+    def _is_for_torch(self, rows_an_expert: float, weights: ExpertWeights) -> bool:
+        aligned = all(width * self._dtype.itemsize % _TORCH_ALIGNMENT == 0 for width in _widths(weights))
+        return self._may_use_torch and aligned and weights.vectors.is_empty and rows_an_expert > _MANY_ROWS
+
+    def _parts(self, weights: ExpertWeights) -> Iterator[_Part]:
+        n = weights.gate.shape[0]
+        n_fit = n
+        if any(plain_view(q, self._dtype) is None for q in weights.parts):
+            _, F, D = weights.gate.shape
+            n_fit = max(1, self._workspace.weight_bytes // wide_bytes(1, D, F, dtype=self._dtype))
+        for first in range(0, n, n_fit):
+            yield _Part(first, min(n_fit, n - first))
+
+    def _stacks(self, weights: ExpertWeights, part: _Part, rows: Sorted) -> Stacks:
+        """The part's matrices as plain numbers; experts without tokens stay undefined."""
+        last = part.first + part.n
+        views = [plain_view(q, self._dtype) for q in weights.parts]
+        if not any(view is None for view in views):
+            return Stacks(*(view[part.first : last] for view in views if view is not None))
+        _, F, D = weights.gate.shape
+        buffer = self._workspace.reserve("weights", wide_bytes(part.n, D, F, dtype=self._dtype))
+        scratch = stacks_in(buffer, part.n, F, D, self._dtype)
+        for q, stack in zip(weights.parts, scratch, strict=True):
+            dequantize_into(q, stack, first=part.first, offsets=rows.offsets)
+        return scratch
+
+    def _products(self, x: torch.Tensor, rows: Sorted, stacks: Stacks, extras: Extras, job: _Job) -> torch.Tensor:
+        """The output of every row of work, `[T K, D]`; rows from offsets[-1] on are not defined."""
+        n_rows, shape = len(rows.order), job.shape
+        hidden = self._workspace.take("hidden", (n_rows, shape.F), self._dtype)
+        y = self._workspace.take("outputs", (n_rows, shape.D), self._dtype)
+        gate_up = gate_up_of(stacks) if job.is_for_torch else None
+        if gate_up is not None:
+            return grouped_torch.products(x, gate_up, stacks.down, rows, shape.n_used, job.activate, y, hidden)
+        grouped.gate_up(x, stacks, rows, hidden, extras, shape, job.activate, job.tile_m)
+        grouped.down(hidden, stacks, rows, y, extras, shape, job.tile_m)
+        return y
+
+
+def _widths(weights: ExpertWeights) -> tuple[int, int]:
+    """D and F."""
+    _, F, D = weights.gate.shape
+    return D, F
+
+
+def _extras(vectors: ExpertVectors, maps: SlotMap, part: _Part) -> Extras:
+    expert_of = None if vectors.is_empty else maps.expert_of[part.first :]
+    return Extras(expert_of, vectors.scales, vectors.biases)

@@ -1,0 +1,180 @@
+"""Routing: from hidden states to expert ids and mixing weights.
+
+`route` is one launch for norm, router and choice. It multiplies the float32 hidden states with the float32 router:
+what decides between experts is never rounded to bfloat16. `pick_experts` is the choice alone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from overspill.kernels.triton.launch import Kernel, Tuning, cdiv, power_of_two
+
+_SMALLEST_SUM = tl.constexpr(6.103515625e-5)
+_CHOICE_TILE = 2048
+_BLOCK_D = 32
+_ROUTE_TUNING = Tuning(n_warps=8)
+
+
+@triton.jit
+def _scores(logits, experts, E: tl.constexpr, GATING: tl.constexpr):
+    """What makes a weight of a logit, `[R, BLOCK_E]`; columns from E on are not experts."""
+    if GATING == 1:
+        shifted = tl.exp(tl.where(experts < E, logits, float("-inf")) - tl.max(logits, axis=1)[:, None])
+        return shifted / tl.sum(shifted, axis=1)[:, None]
+    if GATING == 2:
+        return 1.0 / (1.0 + tl.exp(-logits))
+    if GATING == 3:
+        return logits
+    return tl.sqrt(tl.maximum(logits, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(logits))))
+
+
+@triton.jit
+def _choose(
+    logits, bias, ids, mix, rows, n_rows, scale,
+    E: tl.constexpr, K: tl.constexpr, GATING: tl.constexpr, IS_NORMALISED: tl.constexpr, K_PAD: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """The K best of logits `[R, BLOCK_E]`, best first, of equals the lower id first, and what they weigh."""
+    experts = tl.arange(0, BLOCK_E)[None, :]
+    ranks = tl.arange(0, K_PAD)[None, :]
+    logits = tl.where(experts < E, logits, -3.0e38)
+    scores = _scores(logits, experts, E, GATING)
+    key = logits
+    if bias is not None:
+        key = scores + tl.load(bias + experts, mask=experts < E, other=0.0)
+    key = tl.where(experts < E, key, float("-inf"))
+    best = tl.zeros([logits.shape[0], K_PAD], tl.float32)
+    chosen = tl.zeros([logits.shape[0], K_PAD], tl.int32)
+    for k in tl.static_range(K):
+        expert = tl.min(tl.where(key == tl.max(key, axis=1)[:, None], experts, BLOCK_E), axis=1)[:, None]
+        score = tl.sum(tl.where(experts == expert, scores, 0.0), axis=1)[:, None]
+        best = tl.where(ranks == k, score, best)
+        chosen = tl.where(ranks == k, expert, chosen)
+        key = tl.where(experts == expert, float("-inf"), key)
+    if GATING == 3:
+        best = tl.exp(
+            tl.where(ranks < K, best, float("-inf")) - tl.max(tl.where(ranks < K, best, -3.0e38), axis=1)[:, None]
+        )
+        best = best / tl.sum(best, axis=1)[:, None]
+    if IS_NORMALISED:
+        best = best / tl.maximum(tl.sum(best, axis=1), _SMALLEST_SUM)[:, None]
+    at = rows.to(tl.int64)[:, None] * K + ranks
+    mask = (rows < n_rows)[:, None] & (ranks < K)
+    tl.store(ids + at, chosen, mask=mask)
+    tl.store(mix + at, best * scale, mask=mask)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _pick(
+    logits, bias, ids, mix, n_rows, scale,
+    E: tl.constexpr, K: tl.constexpr, GATING: tl.constexpr, IS_NORMALISED: tl.constexpr, K_PAD: tl.constexpr,
+    BLOCK_E: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * R + tl.arange(0, R)
+    cols = tl.arange(0, BLOCK_E)
+    mask = (rows < n_rows)[:, None] & (cols < E)[None, :]
+    values = tl.load(logits + rows.to(tl.int64)[:, None] * E + cols[None, :], mask=mask, other=0.0)
+    _choose(values.to(tl.float32), bias, ids, mix, rows, n_rows, scale, E, K, GATING, IS_NORMALISED, K_PAD, BLOCK_E)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _route(
+    x, gain, router, bias, normed, ids, mix, n_rows, scale, eps,
+    E: tl.constexpr, K: tl.constexpr, GATING: tl.constexpr, IS_NORMALISED: tl.constexpr, K_PAD: tl.constexpr,
+    BLOCK_E: tl.constexpr, R: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The norm's factor is one number a row, so it is applied to the finished logits: one pass over x serves both."""
+    rows = tl.program_id(0) * R + tl.arange(0, R)
+    experts = tl.arange(0, BLOCK_E)
+    cols = tl.arange(0, BLOCK_D)
+    x += rows.to(tl.int64)[:, None] * D
+    logits = tl.zeros([R, BLOCK_E], tl.float32)
+    squares = tl.zeros([R], tl.float32)
+    for first in range(0, D, BLOCK_D):
+        d = first + cols
+        mask = (rows < n_rows)[:, None] & (d < D)[None, :]
+        values = tl.load(x + d[None, :], mask=mask, other=0.0)
+        squares += tl.sum(values * values, axis=1)
+        values *= tl.load(gain + d, mask=d < D, other=0.0)[None, :]
+        weight_mask = (experts < E)[None, :] & (d < D)[:, None]
+        weights = tl.load(router + experts[None, :] * D + d[:, None], mask=weight_mask, other=0.0)
+        logits = tl.dot(values, weights, logits, input_precision="tf32x3")
+    factor = (1.0 / tl.sqrt(squares / D + eps))[:, None]
+    _choose(logits * factor, bias, ids, mix, rows, n_rows, scale, E, K, GATING, IS_NORMALISED, K_PAD, BLOCK_E)
+    normed += rows.to(tl.int64)[:, None] * D
+    for first in range(0, D, BLOCK_D):
+        d = first + cols
+        mask = (rows < n_rows)[:, None] & (d < D)[None, :]
+        values = tl.load(x + d[None, :], mask=mask, other=0.0)
+        values *= factor * tl.load(gain + d, mask=d < D, other=0.0)[None, :]
+        tl.store(normed + d[None, :], values.to(normed.dtype.element_ty), mask=mask)
+
+
+_pick_kernel = Kernel(_pick)
+_route_kernel = Kernel(_route)
+
+
+class Choice(NamedTuple):
+    """How experts are chosen and weighed.
+
+    n_used: experts of a token. gating: number of the rule as in GGUF's `expert_gating_func`: 1 softmax, 2 sigmoid,
+    3 softmax of the chosen, 4 sqrt(softplus). is_normalised: weights are divided by their sum. scale: of the weights,
+    last. bias: float32 `[E]`, added to the scores for the choice alone.
+    """
+
+    n_used: int
+    gating: int = 1
+    is_normalised: bool = True
+    scale: float = 1.0
+    bias: torch.Tensor | None = None
+
+
+class Routed(NamedTuple):
+    """normed: `[T, D]`; ids: int32 `[T, K]`; mix: float32 `[T, K]`, best first."""
+
+    normed: torch.Tensor
+    ids: torch.Tensor
+    mix: torch.Tensor
+
+
+def pick_experts(logits_TE: torch.Tensor, choice: Choice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids int32 `[T, K]` and weights float32 `[T, K]` of router logits."""
+    logits_TE = logits_TE.contiguous()
+    T, E = logits_TE.shape
+    ids, mix = _outputs(T, choice, logits_TE.device)
+    rows = max(1, _CHOICE_TILE // power_of_two(E))
+    args = (logits_TE, choice.bias, ids, mix, T, choice.scale)
+    _pick_kernel((cdiv(T, rows),), args, (*_constants(E, choice), rows))
+    return ids, mix
+
+
+def route(
+    x: torch.Tensor, gain: torch.Tensor, eps: float, router: torch.Tensor, choice: Choice, *, dtype: torch.dtype
+) -> Routed:
+    """RMS norm of x (float32 `[T, D]`), its product with the router (float32 `[E, D]`), and the choice.
+
+    The normed hidden states are returned as `dtype`; logits are products of the float32 ones.
+    """
+    T, D = x.shape
+    E = len(router)
+    ids, mix = _outputs(T, choice, x.device)
+    normed = torch.empty((T, D), dtype=dtype, device=x.device)
+    rows = 32 if T > 1024 and E <= 256 else 16
+    args = (x, gain, router, choice.bias, normed, ids, mix, T, choice.scale, eps)
+    _route_kernel((cdiv(T, rows),), args, (*_constants(E, choice), rows, D, _BLOCK_D), _ROUTE_TUNING)
+    return Routed(normed, ids, mix)
+
+
+def _outputs(n_tokens: int, choice: Choice, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.empty((n_tokens, choice.n_used), dtype=torch.int32, device=device)
+    return ids, torch.empty((n_tokens, choice.n_used), dtype=torch.float32, device=device)
+
+
+def _constants(n_experts: int, choice: Choice) -> tuple[int | bool, ...]:
+    padded = max(16, power_of_two(n_experts))
+    return n_experts, choice.n_used, choice.gating, choice.is_normalised, power_of_two(choice.n_used), padded
