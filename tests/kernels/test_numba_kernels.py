@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import numba
@@ -147,6 +148,14 @@ def test_experts_give_a_token_the_same_bits_in_any_batch() -> None:
         assert torch.equal(layer.run(tokens), together[tokens])
 
 
+def test_many_tokens_are_taken_in_turns_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Layer(TensorType.Q8_0)
+    together = layer.run()
+    module = sys.modules["overspill.kernels.numba.experts"]
+    monkeypatch.setattr(module, "_MAX_HIDDEN_BYTES", 7 * 3 * 4 * 512)
+    assert torch.equal(layer.run(), together)
+
+
 @pytest.mark.parametrize("n_tokens", [1, 8, 60])
 @pytest.mark.parametrize("type", [TensorType.Q8_0, TensorType.Q4_K], ids=lambda t: t.name)
 def test_slabs_of_experts_give_the_bits_of_one_run(type: TensorType, n_tokens: int) -> None:
@@ -187,6 +196,10 @@ def test_experts_refuse_ids_slots_and_shapes_that_are_none() -> None:
     assert torch.equal(rest[2], layer.start)
     with pytest.raises(ValueError, match="do not fit"):
         experts(torch.zeros(3, 64), *layer.stacks(), layer.ids, *rest)
+    with pytest.raises(ValueError, match="do not fit 3 tokens"):
+        experts(layer.x, *layer.stacks(), layer.ids[:2], layer.weights[:2], *rest[1:])
+    with pytest.raises(ValueError, match="must be float32"):
+        experts(layer.x.double(), *layer.stacks(), layer.ids, *rest)
 
 
 def test_calls_from_several_threads_at_once() -> None:
