@@ -19,6 +19,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 DEVICE = torch.device("cuda" if HAS_CUDA else "cpu")
 
 
+DTYPES = (torch.float32, torch.bfloat16) if HAS_CUDA else (torch.float32,)
+
+
 def _let_loops_take_tensors() -> None:
     """NumPy from 2.4 on does not turn an array of one element into a number, which the interpreter relies on."""
     from triton.runtime import interpreter
@@ -34,3 +37,11 @@ def _let_loops_take_tensors() -> None:
 
 if not HAS_CUDA:
     _let_loops_take_tensors()
+
+
+def assert_near(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Close by the norm of the difference: 1e-5 for float32, 1e-2 for results that were rounded to bfloat16."""
+    assert got.shape == wanted.shape
+    limit = 1e-5 if got.dtype == torch.float32 else 1e-2
+    error = (got.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-30)
+    assert error <= limit, f"relative error {error:.3g}"
