@@ -63,12 +63,31 @@ class Runner:
         self._in_flight: deque[Event] = deque()
         self._downloads: deque[_Download] = deque()
         self._ids_asked: list[int] = []
+        self._is_interrupted = False
 
     def run(self, wave: Wave, schedule: WaveSchedule) -> list[torch.Tensor]:
         """Compute a wave. Returns, per ubatch, float32 logits `[n output rows, V]` on the host.
 
         Blocks until the wanted logits are there; a wave that wants none returns while it is still being computed.
         """
+        if self._is_interrupted:
+            self._forget_wave_host()
+        self._is_interrupted = True
+        results = self._run(wave, schedule)
+        self._is_interrupted = False
+        return results
+
+    def _forget_wave_host(self) -> None:
+        """After an exception in the middle of a wave (of the user at the keyboard, say): nothing of it may be left."""
+        self.synchronize_host()
+        self._ledger = Ledger()
+        self._n_issued = 0
+        self._events.clear()
+        self._in_flight.clear()
+        self._downloads.clear()
+        self._ids_asked.clear()
+
+    def _run(self, wave: Wave, schedule: WaveSchedule) -> list[torch.Tensor]:
         started = time.perf_counter()
         ubatches = wave.ubatches
         assert len(ubatches) <= self._memory.sizes.n_ubatches

@@ -59,7 +59,7 @@ class Work:
             case Verb.DOWNLOAD:
                 n_rows = len(self.output_rows(ubatches[action.ubatch], action.chunk))
                 self._copy(action, stream, n_rows * self._model.hparams.n_vocab * 4)
-            case Verb.EXPERTS if action.slab >= 0 and not self._ids_of(action.layer, action.slab):
+            case Verb.WIDEN | Verb.EXPERTS if action.slab >= 0 and not self._ids_of(action.layer, action.slab):
                 pass  # nothing was uploaded: the experts selected have all found room in earlier slabs
             case Verb.WIDEN:
                 self._launch(action, stream, self._widen(action))
@@ -154,9 +154,8 @@ class Work:
         is_widened = ("wide", action.device) in action.reads
 
         def body() -> None:
-            if ids:
-                weights = self._widened(action, ids) if is_widened else self._staged(action, ids)
-                self._add_experts(action, ubatch, weights, self._model.ops(layer))
+            weights = self._widened(action, ids) if is_widened else self._staged(action, ids)
+            self._add_experts(action, ubatch, weights, self._model.ops(layer))
 
         return body
 
@@ -176,8 +175,7 @@ class Work:
         widen = ops.widen
 
         def body() -> None:
-            if ids:
-                widen(self._staged(action, ids), self._widened(action, ids))
+            widen(self._staged(action, ids), self._widened(action, ids))
 
         return body
 
