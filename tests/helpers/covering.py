@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import combinations
 
 Row = tuple[object, ...]
-_N_CANDIDATES = 60
+_N_CANDIDATES = 600
 
 
 def pairs_of(row: Row) -> set[tuple[int, object, int, object]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import cast
 from unittest.mock import patch
@@ -21,17 +21,19 @@ from overspill.device.virtual import VirtualStream
 from overspill.gguf.source import ModelSource
 from overspill.kernels import ref
 from overspill.models.check import understand
+from overspill.models.specs.base import HParams
 from overspill.pipeline import weights
 from overspill.pipeline.memory import Memory, Sizes
 from overspill.pipeline.runner import Runner
 from overspill.pipeline.schedule import Order, Policy, WaveSchedule
 from overspill.pipeline.split import Layout, Slab
-from overspill.pipeline.upload import cut_slabs, slot_bytes_for
+from overspill.pipeline.upload import WIDE_VALUE_BYTES, cut_slabs, slot_bytes_for
 from overspill.pipeline.wave import Ubatch, Wave
 from overspill.pipeline.weights import load
 from overspill.pipeline.work import Work
 from overspill.placement.budget import StagingPlan
 
+OPS = replace(ref.OPS, widen=ref.widen)
 ORDERS_AND_POLICIES = [(order, policy) for order in Order for policy in Policy]
 
 _NULL_BYTES = 1 << 40
@@ -54,7 +56,7 @@ class Shape:
     """A layout to try: devices, grain, experts per staging slot, which layers keep experts on the host.
 
     No devices: everything on the CPU. mixed_layers: those of the host layers whose down matrices are resident.
-    embeds: the last accelerator does it, not the host.
+    embeds: the last accelerator does it, not the host. widens: staged slabs are dequantised before they are used.
     """
 
     n_devices: int
@@ -65,6 +67,7 @@ class Shape:
     n_layers_on_cpu: int = 0
     mixed_layers: Layers = "none"
     embeds: bool = False
+    widens: bool = False
 
     def device_of(self, i_layer: int) -> int:
         """Where the layer computes; `n_devices` is the host."""
@@ -127,9 +130,11 @@ def rare_delays(seed: int, *, share: float = 0.25, longest_s: float = 0.0008) ->
     return patch.object(VirtualStream, "_delay", delay)
 
 
-def staging_plans(slot_bytes: Sequence[int], shape: Shape) -> tuple[StagingPlan | None, ...]:
+def staging_plans(slot_bytes: Sequence[int], hp: HParams, shape: Shape) -> tuple[StagingPlan | None, ...]:
     """Staging rings with slots of these sizes; none where a device stages nothing."""
-    plans = [StagingPlan(shape.n_staging, n_bytes, shape.slab_experts) if n_bytes else None for n_bytes in slot_bytes]
+    n_experts = min(shape.slab_experts, hp.n_expert)
+    wide_bytes = n_experts * 3 * hp.n_embd * hp.n_ff_exp * WIDE_VALUE_BYTES if shape.widens else 0
+    plans = [StagingPlan(shape.n_staging, size, n_experts, wide_bytes) if size else None for size in slot_bytes]
     return tuple(plans)
 
 
@@ -146,7 +151,7 @@ class Pipe:
 
     def schedule(self, order: Order, policy: Policy = Policy.ALL) -> WaveSchedule:
         """A schedule that uses the staging slots there are."""
-        return WaveSchedule(order, policy, self.shape.n_staging)
+        return WaveSchedule(order, policy, self.shape.n_staging, self.shape.widens)
 
     @property
     def log(self) -> list[Entry]:
@@ -207,12 +212,12 @@ def pipe(
     try:
         with patch.object(weights, "_RING_BYTES", _RING_BYTES), rare_delays(0, share=0.0):
             loaded = load(
-                source, specs, arch.Model, hp, layout, devices, lambda device: ref.OPS, is_on_host=shape.is_on_host
+                source, specs, arch.Model, hp, layout, devices, lambda device: OPS, is_on_host=shape.is_on_host
             )
         memory = Memory(
-            devices, layout, hp, Sizes(n_ubatch, n_ubatches, n_slots, n_cells), staging_plans(slot_bytes, shape)
+            devices, layout, hp, Sizes(n_ubatch, n_ubatches, n_slots, n_cells), staging_plans(slot_bytes, hp, shape)
         )
-        work = Work(loaded.model, layout, memory, loaded.host_experts, ref.OPS)
+        work = Work(loaded.model, layout, memory, loaded.host_experts, OPS)
         runner = Runner(devices, layout, memory, work, max_in_flight=max_in_flight)
         n_bytes = sum(experts.n_bytes for experts in loaded.host_experts.values())
         for device in devices.all:

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from overspill.gguf import open_gguf
+from overspill.gguf import TensorType, open_gguf
 from overspill.kernels import ref
 from overspill.pipeline.schedule import Order, Policy
 from overspill.quant.dequant import dequantize
@@ -46,6 +46,7 @@ OPTIONS: dict[str, tuple[int | str, ...]] = {
     "n_waves": (1, 2, 3),
     "max_in_flight": (1, 2, 7, 64),
     "embeds": ("host", "device"),
+    "slabs": ("blocks", "widened"),
 }
 
 
@@ -62,11 +63,12 @@ class Case:
     n_waves: int
     max_in_flight: int
     embeds: str
+    slabs: str
 
     def __str__(self) -> str:
         return (
             f"{self.n_devices}dev-grain{self.grain}-{self.cuts}-staging{self.n_staging}-slab{self.slab_experts}-"
-            f"{self.homes}-{self.n_waves}wave-flight{self.max_in_flight}-embed-on-{self.embeds}"
+            f"{self.homes}-{self.n_waves}wave-flight{self.max_in_flight}-embed-on-{self.embeds}-{self.slabs}"
         )
 
     @property
@@ -83,6 +85,7 @@ class Case:
             slab_experts=self.slab_experts,
             n_staging=self.n_staging,
             embeds=self.embeds == "device",
+            widens=self.slabs == "widened",
         )
 
     def schedules(self) -> list[tuple[Order, Policy]]:
@@ -101,18 +104,22 @@ class Case:
         )
 
 
-CASES = [Case(*row) for row in covering(list(OPTIONS.values()), seed=2)]
+CASES = [Case(*row) for row in covering(list(OPTIONS.values()), seed=11)]
+
+
+DTYPES = {TensorType.F32: torch.float32, TensorType.BF16: torch.bfloat16}
 
 
 @pytest.fixture
 def quick_dequantize() -> Iterator[None]:
-    """Float32 weights are copied without going through blocks: thousands of waves run in the time of hundreds."""
+    """Plain weights are copied without going through blocks: thousands of waves run in the time of hundreds."""
 
     def quick(weight: QTensor) -> torch.Tensor:
-        return weight.data.clone().view(torch.float32)
+        return weight.data.clone().view(DTYPES[weight.type]).float()
 
-    some = QTensor.from_bytes(torch.arange(48, dtype=torch.uint8), tiny_source().tensors["output.weight"].type, (3, 4))
-    assert torch.equal(quick(some), dequantize(some))
+    for type, dtype in DTYPES.items():
+        some = QTensor.from_bytes(torch.arange(12 * dtype.itemsize, dtype=torch.uint8), type, (3, 4))
+        assert torch.equal(quick(some), dequantize(some))
     with patch.object(ref, "dequantize", quick):
         yield
 
