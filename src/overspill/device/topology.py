@@ -23,7 +23,10 @@ _MM_ROWS, _MM_SIZE = 128, 768
 
 @dataclass(frozen=True)
 class Rates:
-    """Of each accelerator: uploads alone (GB/s), products with all of them busy (TFLOP/s). Of the host: both."""
+    """Of each accelerator: uploads alone (GB/s), products with all of them busy (TFLOP/s). Of the host: both.
+
+    peer_gbps: from the first accelerator to the last; where there is but one, what its link to the host does.
+    """
 
     h2d_gbps: tuple[float, ...]
     h2d_total_gbps: float
@@ -46,7 +49,7 @@ def measure(devices: Devices) -> Rates:
     try:
         alone = tuple(copy_bytes / _best_seconds(partial(_upload, [target], source)) / 1e9 for target in targets)
         together = len(targets) * copy_bytes / _best_seconds(lambda: _upload(targets, source)) / 1e9
-        peer = _peer_gbps(targets, copy_bytes)
+        peer = _peer_gbps(targets, copy_bytes) if len(targets) > 1 else alone[0]
         tflops = _mm_flops() / _best_seconds(lambda: _multiply_on(targets)) / 1e12
     finally:
         for target in targets:
