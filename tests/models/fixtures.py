@@ -76,4 +76,9 @@ MODELS = [
     Case("olmoe"),
     Case("granitemoe"),
     Case("qwen2moe"),
+    Case("deepseek_v2-lite", hf=1e-3, llamacpp=1e-3),
+    Case("deepseek_v2-qlora"),
+    Case("deepseek_v3"),
+    Case("llama4"),
+    Case("gemma3", llamacpp=1e-2),
 ]

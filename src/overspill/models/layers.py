@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import torch
 
+from overspill.cache.cells import Segment
 from overspill.cache.kv import KvCache
 from overspill.kernels import Ops
 from overspill.models.base import Block, UbatchView
@@ -18,6 +21,12 @@ def linear(block: Block, name: str, x: torch.Tensor) -> torch.Tensor:
     scale, bias = block.scale(name), block.bias(name)
     y = y if scale is None else y * scale
     return y if bias is None else y + bias
+
+
+def linear_heads(block: Block, name: str, x_THK: torch.Tensor) -> torch.Tensor:
+    """x W^T with a matrix for each head, times the scale where the file has one: `[T, H, N]`."""
+    y, scale = block.ops.linear_heads(x_THK, block.matrix(name)), block.scale(name)
+    return y if scale is None else y * scale
 
 
 def heads(block: Block, name: str, x_TD: torch.Tensor, head_dim: int) -> torch.Tensor:
@@ -50,22 +59,35 @@ def attend_cached(
     *,
     scale: float,
     window: int | None = None,
+    chunk: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Append K and V to the cache and attend, segment by segment. Returns `[T, H * A]`.
 
-    window, sinks: see `kernels.Attention`. Cells that no query of a segment sees are not read.
+    window, sinks: see `kernels.Attention`. chunk: a token sees only its own run of so many positions, counted from 0.
+    Cells that no query of a segment sees are not read.
     """
     outputs = []
     row = 0
-    for segment in view.segments:
+    for segment in view.segments if chunk is None else _cut(view.segments, chunk):
         rows = slice(row, row + segment.n_tokens)
         cache.append(segment, k_TGA[rows], v_TGA[rows])
-        first = 0 if window is None else max(0, segment.first_pos - window + 1)
+        first = 0 if chunk is None else segment.first_pos // chunk * chunk
+        first = first if window is None else max(first, segment.first_pos - window + 1)
         keys, values = cache.visible(segment, first)
         outputs.append(ops.attention(q_THA[rows], keys, values, scale=scale, window=window, sinks=sinks))
         row += segment.n_tokens
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _cut(segments: Iterable[Segment], chunk: int) -> Iterator[Segment]:
+    """Segments cut where a new chunk begins."""
+    for segment in segments:
+        first = segment.first_pos
+        while first < segment.end_pos:
+            end = min(segment.end_pos, (first // chunk + 1) * chunk)
+            yield Segment(segment.slot, first, end - first)
+            first = end
 
 
 def feed_forward(block: Block, x: torch.Tensor, *, suffix: str = "") -> torch.Tensor:
@@ -80,7 +102,7 @@ def shared_experts(block: Block, x: torch.Tensor) -> torch.Tensor:
     y = feed_forward(block, x, suffix="_shexp")
     if not block.has("ffn_gate_inp_shexp"):
         return y
-    return y * torch.sigmoid(x @ block.vector("ffn_gate_inp_shexp"))[:, None]
+    return y * torch.sigmoid(x.float() @ block.vector("ffn_gate_inp_shexp"))[:, None]
 
 
 def expert_vectors(block: Block) -> ExpertVectors:

@@ -17,10 +17,13 @@ from overspill.errors import UserError
 from overspill.gguf.cursor import shown
 from overspill.gguf.keys import Keys
 from overspill.models.specs import (
+    deepseek2,
+    gemma3,
     glm4moe,
     gpt_oss,
     granitemoe,
     llama,
+    llama4,
     minimax_m2,
     olmoe,
     qwen2,
@@ -35,10 +38,13 @@ if TYPE_CHECKING:
     from overspill.models.base import Model
 
 _SPECS: dict[str, ModuleType] = {
+    "deepseek2": deepseek2,
+    "gemma3": gemma3,
     "glm4moe": glm4moe,
     "gpt-oss": gpt_oss,
     "granitemoe": granitemoe,
     "llama": llama,
+    "llama4": llama4,
     "minimax-m2": minimax_m2,
     "olmoe": olmoe,
     "qwen2": qwen2,

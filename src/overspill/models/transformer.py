@@ -64,10 +64,22 @@ class Transformer:
         v = heads(block, "attn_v", normed, hp.value_dim)
         q, k = self.norm_heads(block, q, k)
         q, k = self.rotate(i_layer, block, q, k, view.positions)
+        return self.attend_cells(i_layer, block, q, k, v, cache, view)
+
+    def attend_cells(
+        self,
+        i_layer: int,
+        block: Block,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cache: KvCache,
+        view: UbatchView,
+    ) -> torch.Tensor:
+        """Hook: keys and values enter the cache, and queries attend to what they may see of it."""
+        window = self.hparams.window(i_layer)
         sinks = block.vector("attn_sinks") if block.has("attn_sinks") else None
-        return attend_cached(
-            block.ops, cache, view, q, k, v, scale=self.attention_scale, window=hp.window(i_layer), sinks=sinks
-        )
+        return attend_cached(block.ops, cache, view, q, k, v, scale=self.attention_scale, window=window, sinks=sinks)
 
     @property
     def attention_scale(self) -> float:

@@ -12,7 +12,10 @@ from overspill.gguf.keys import Keys
 
 @dataclass(frozen=True, kw_only=True)
 class RopeParams:
-    """n_rot: rotated channels. scaling: none, linear or yarn. factor: context extension, 1 = none."""
+    """n_rot: rotated channels. scaling: none, linear or yarn. factor: context extension, 1 = none.
+
+    log_multiplier: how much YaRN's attention temperature grows with the logarithm of the factor.
+    """
 
     n_rot: int
     base: float
@@ -20,6 +23,7 @@ class RopeParams:
     factor: float
     n_ctx_orig: int
     attn_factor: float
+    log_multiplier: float = 0.1
 
     @classmethod
     def from_keys(cls, a: Keys, head_dim: int) -> RopeParams:
@@ -40,7 +44,7 @@ class RopeParams:
             raise UserError(f"{a.full_name('rope.scaling.original_context_length')} is 0: yarn needs at least 1")
         return cls(
             n_rot=n_rot,
-            base=_base(a),
+            base=rope_base(a, "rope.freq_base", 10000.0),
             scaling=scaling,
             factor=1.0 if scaling == "none" else _factor(a),
             n_ctx_orig=n_ctx_orig,
@@ -52,13 +56,14 @@ class RopeParams:
         """What cos and sin are multiplied by: YaRN's attention temperature, 1 otherwise."""
         if self.scaling != "yarn":
             return self.attn_factor
-        return self.attn_factor * (1.0 + 0.1 * math.log(self.factor))
+        return self.attn_factor * (1.0 + self.log_multiplier * math.log(self.factor))
 
 
-def _base(a: Keys) -> float:
-    base = a.f32("rope.freq_base", default=10000.0)
+def rope_base(a: Keys, name: str, default: float) -> float:
+    """The base of angles under a key of the scope `a`."""
+    base = a.f32(name, default=default)
     if not 1.0 < base < math.inf:
-        raise UserError(f"{a.full_name('rope.freq_base')} is {base:g}: must be above 1")
+        raise UserError(f"{a.full_name(name)} is {base:g}: must be above 1")
     return base
 
 

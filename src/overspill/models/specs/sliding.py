@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from overspill.errors import UserError
 from overspill.gguf.keys import Keys
 from overspill.models.specs.base import HParams
-from overspill.models.specs.rope import RopeParams
+from overspill.models.specs.rope import RopeParams, rope_base
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,4 +45,4 @@ def read_windows(a: Keys, n_layer: int, *, period: int) -> tuple[int, tuple[bool
 
 def window_rope(a: Keys, rope: RopeParams, base: float) -> RopeParams:
     """Rotation of layers with a window: `rope` with `rope.freq_base_swa`, or with `base` where the file has none."""
-    return replace(rope, base=a.f32("rope.freq_base_swa", default=base))
+    return replace(rope, base=rope_base(a, "rope.freq_base_swa", base))
