@@ -7,10 +7,10 @@ log as a graph, which knows nothing of the checker's clocks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import product
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,10 +18,9 @@ import torch
 from overspill.device import hazard
 from overspill.device.base import Buffer
 from overspill.device.hazard import HOST, Entry, Hazard, HazardKind, Verb
-from overspill.pipeline import runner
-from overspill.pipeline.ledger import Ledger, StreamId
 from overspill.pipeline.schedule import Order, Policy
 from overspill.pipeline.wave import Ubatch, Wave
+from tests.helpers.blind import blind_to
 from tests.helpers.pipe import ORDERS_AND_POLICIES, Pipe, Shape, cut_wave, cut_waves, pipe
 from tests.helpers.tiny_moe import N_VOCAB, tiny_source
 
@@ -39,7 +38,7 @@ def waves() -> list[Wave]:
     return [without_outputs(first), without_outputs(second), third, cut_wave(IDS[14:], (1,), first_pos=14)]
 
 
-def null_pipe(shape: Shape, max_in_flight: int = NO_THROTTLE) -> Iterable[Pipe]:
+def null_pipe(shape: Shape, max_in_flight: int = NO_THROTTLE) -> AbstractContextManager[Pipe]:
     return pipe(
         tiny_source(),
         shape,
@@ -76,6 +75,7 @@ def hazards(p: Pipe) -> list[Hazard]:
         for n in (1, 2, 3)
         for special in (
             Shape(1, host_layers="none"),
+            Shape(1, slab_experts=1, widens=True),
             Shape(1, n_layers_on_cpu=2),
             Shape(1, mixed_layers="even", slab_experts=2),
             Shape(1, embeds=True),
@@ -90,24 +90,9 @@ def test_no_plan_has_a_hazard(shape: Shape) -> None:
         assert hazards(p) == []
 
 
-class BlindLedger(Ledger):
-    """Overlooks every resource of some names."""
-
-    names: Collection[str] = ()
-
-    def add(
-        self, number: int, stream: StreamId, reads: Iterable[Hashable], writes: Iterable[Hashable]
-    ) -> dict[StreamId, int]:
-        return super().add(number, stream, self._seen(reads), self._seen(writes))
-
-    def _seen(self, resources: Iterable[Hashable]) -> list[Hashable]:
-        return [r for r in resources if isinstance(r, tuple) and r[0] not in self.names]
-
-
 def blind_hazards(names: Collection[str], order: Order, policy: Policy, shape: Shape) -> list[tuple[HazardKind, str]]:
     """What the checker says of a ledger that overlooks `names`: kinds, and names of buffers without their numbers."""
-    blind = patch.object(runner, "Ledger", BlindLedger), patch.object(BlindLedger, "names", names)
-    with blind[0], blind[1], null_pipe(shape) as p:
+    with blind_to(names), null_pipe(shape) as p:
         run(p, order, policy)
         return [(h.kind, h.buffer.name.rstrip("0123456789")) for h in hazards(p)]
 
@@ -126,6 +111,7 @@ RAW, WAR, WAW = HazardKind.READ_AFTER_WRITE, HazardKind.WRITE_AFTER_READ, Hazard
         (TWO, ["ids"], Policy.SELECTED, {(WAW, "host_ids")}),
         (TWO, ["slot"], Policy.ALL, {(RAW, "slot"), (WAR, "slot")}),
         (TWO, ["slot"], Policy.SELECTED, {(RAW, "slot"), (WAR, "slot")}),
+        (replace(TWO, widens=True), ["slot"], Policy.ALL, {(RAW, "slot"), (WAR, "slot")}),
         (ONE, ["logits"], Policy.ALL, {(RAW, "logits"), (WAR, "logits")}),
         (TWO, ["host_pos"], Policy.ALL, {(WAR, "host_inputs")}),
     ],
@@ -137,11 +123,11 @@ def test_a_blind_ledger_is_found_out(
     assert set(blind_hazards(names, order, policy, shape)) >= expected
 
 
-@pytest.mark.parametrize(("names", "policy"), [(["kv", "pos"], Policy.ALL), (["route"], Policy.CPU)])
+@pytest.mark.parametrize(("names", "policy"), [(["kv", "pos", "wide"], Policy.ALL), (["route"], Policy.CPU)])
 @pytest.mark.parametrize("order", [Order.DEPTH_FIRST, Order.BREADTH_FIRST])
 def test_some_resources_are_in_order_anyhow(names: list[str], policy: Policy, order: Order) -> None:
-    """Cells and positions are used by one stream alone; routing travels with the hidden states."""
-    assert blind_hazards(names, order, policy, Shape(2, embeds=True)) == []
+    """Cells, positions and dequantised slabs are used by one stream alone; routing travels with the hidden states."""
+    assert blind_hazards(names, order, policy, Shape(2, embeds=True, widens=True)) == []
 
 
 def ancestors(log: Sequence[Entry]) -> list[int]:
