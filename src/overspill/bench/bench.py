@@ -21,6 +21,7 @@ from overspill.cache.cells import Segment
 from overspill.errors import UserError
 from overspill.gguf.source import ModelSource
 from overspill.llm import LLM
+from overspill.options import options_from
 from overspill.pipeline.simulate import WaveShape
 from overspill.pipeline.wave import Ubatch, Wave
 
@@ -66,6 +67,8 @@ class BenchRequest:
             tests += [Test(*_pair(pair), depth) for pair in pairs]
         if not tests:
             raise UserError("nothing to measure: give -p, -n or -pg a number above 0")
+        for schedule in schedules.split(","):
+            options_from({"schedule": schedule})
         return cls(tuple(tests), tuple(schedules.split(",")), repetitions)
 
     @property
