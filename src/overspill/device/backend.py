@@ -41,12 +41,22 @@ def new_memory(shape: tuple[int, ...], dtype: torch.dtype, *, device: str = "cpu
         return torch.empty(shape, dtype=dtype, device=device)
 
 
-def check_copy(stream_device: Device, dst: Buffer, src: Buffer, n_bytes: int) -> None:
+def stream_name(device: Device, lane: Lane, number: int | None) -> str:
+    """Of a lane, or of the feeder of that number, for threads and logs."""
+    return f"{device.name}/{lane}" + ("" if number is None else f":{number}")
+
+
+def check_copy(stream_device: Device, dst: Buffer, part: Part) -> None:
     """A copy has one end on its stream's device, goes to another buffer, and stays inside both."""
+    src, src_offset, dst_offset, n_bytes = part
     if stream_device is not dst.device and stream_device is not src.device:
         raise WrongDevice(f"a stream of {stream_device} cannot copy {src} to {dst}")
-    if dst is src or not 0 <= n_bytes <= min(dst.n_bytes, src.n_bytes):
-        raise ValueError(f"copy of {n_bytes} bytes from {src} ({src.n_bytes} bytes) to {dst} ({dst.n_bytes} bytes)")
+    room = min(dst.n_bytes - dst_offset, src.n_bytes - src_offset)
+    if dst is src or min(src_offset, dst_offset) < 0 or not 0 <= n_bytes <= room:
+        raise ValueError(
+            f"copy of {n_bytes} bytes from {src} + {src_offset} ({src.n_bytes} bytes) to {dst} + {dst_offset} "
+            f"({dst.n_bytes} bytes)"
+        )
 
 
 def check_upload(stream_device: Device, dst: Buffer, parts: Sequence[Part]) -> None:
@@ -67,14 +77,14 @@ def check_upload(stream_device: Device, dst: Buffer, parts: Sequence[Part]) -> N
             )
 
 
-def count_copy(counters: DeviceCounters, dst: Buffer, src: Buffer, n_bytes: int) -> None:
+def count_copy(counters: DeviceCounters, dst: Buffer, part: Part) -> None:
     """Count a copy that crosses devices, by its direction."""
-    if dst.device is src.device:
+    if dst.device is part.src.device:
         return
     if dst.device.is_host:
-        counters.downloaded_bytes += n_bytes
+        counters.downloaded_bytes += part.n_bytes
     else:
-        counters.handed_off_bytes += n_bytes
+        counters.handed_off_bytes += part.n_bytes
 
 
 def move_parts(dst: Buffer, parts: Sequence[Part]) -> None:
@@ -121,10 +131,13 @@ class HostMemoryStream(BackendStream):
     ) -> None:
         self._submit(partial(self._run_work, work, tuple(reads), tuple(writes)), label=label)
 
-    def copy(self, dst: Buffer, src: Buffer, *, n_bytes: int, label: str) -> None:
-        check_copy(self.device, dst, src, n_bytes)
-        count_copy(self.device.counters, dst, src, n_bytes)
-        self._submit(partial(self._move, dst, (Part(src, 0, 0, n_bytes),)), label=label, n_bytes=n_bytes)
+    def copy(
+        self, dst: Buffer, src: Buffer, *, n_bytes: int, label: str, dst_offset: int = 0, src_offset: int = 0
+    ) -> None:
+        part = Part(src, src_offset, dst_offset, n_bytes)
+        check_copy(self.device, dst, part)
+        count_copy(self.device.counters, dst, part)
+        self._submit(partial(self._move, dst, (part,)), label=label, n_bytes=n_bytes)
 
     def upload(self, dst: Buffer, parts: Sequence[Part], *, label: str) -> None:
         check_upload(self.device, dst, parts)
@@ -175,7 +188,7 @@ class BackendDevice(Device):
         self.trace = Trace()
         self._ledger = ledger
         self._live: set[Buffer] = set()
-        self._streams: dict[Lane, BackendStream] = {}
+        self._streams: dict[Lane | int, BackendStream] = {}
         self._is_closed = False
 
     @abstractmethod
@@ -203,11 +216,15 @@ class BackendDevice(Device):
         return self._ledger.peak_bytes
 
     def stream(self, lane: Lane) -> BackendStream:
+        return self._opened(lane, partial(self._open_stream, lane))
+
+    def _opened(self, key: Lane | int, open: Callable[[], BackendStream]) -> BackendStream:
+        """The stream of that lane, or of the host's feeder of that number, opened at its first use."""
         if self._is_closed:
             raise RuntimeError(f"{self} is closed")
-        if lane not in self._streams:
-            self._streams[lane] = self._open_stream(lane)
-        return self._streams[lane]
+        if key not in self._streams:
+            self._streams[key] = open()
+        return self._streams[key]
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, *, kind: MemoryKind, name: str) -> Buffer:
         n_bytes = size_in_bytes(shape, dtype)

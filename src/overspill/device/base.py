@@ -191,8 +191,10 @@ class Stream(ABC):
         """Run `work` in stream order. It may touch the named buffers (and the device's own weights) only."""
 
     @abstractmethod
-    def copy(self, dst: Buffer, src: Buffer, *, n_bytes: int, label: str) -> None:
-        """Copy the leading `n_bytes` of `src` to the start of `dst`, whatever devices they are on, in stream order."""
+    def copy(
+        self, dst: Buffer, src: Buffer, *, n_bytes: int, label: str, dst_offset: int = 0, src_offset: int = 0
+    ) -> None:
+        """Copy `n_bytes` of `src` from `src_offset` on into `dst`, whatever devices they are on, in stream order."""
 
     @abstractmethod
     def upload(self, dst: Buffer, parts: Sequence[Part], *, label: str) -> None:
@@ -286,6 +288,13 @@ class HostDevice(Device):
     @abstractmethod
     def allocate_pinned(self, n_bytes: int, *, name: str, kind: MemoryKind = MemoryKind.STAGING) -> Buffer:
         """uint8 host memory that accelerators can copy from asynchronously."""
+
+    @abstractmethod
+    def feeder(self, i_accelerator: int) -> Stream:
+        """The stream that brings host memory into reach of an accelerator, by its number (the same object each time).
+
+        Each has its own, so that one whose staging memory is full keeps no other waiting.
+        """
 
     @abstractmethod
     def wrap(self, tensor: torch.Tensor, *, name: str) -> Buffer:

@@ -101,6 +101,14 @@ class CpuDevice(BackendDevice, HostDevice):
             return WorkerStream(self, lane, thread_init=self._thread_init)
         return InlineStream(self, lane)
 
+    def feeder(self, i_accelerator: int) -> BackendStream:
+        return self._opened(i_accelerator, partial(self._open_feeder, i_accelerator))
+
+    def _open_feeder(self, number: int) -> BackendStream:
+        if self._is_asynchronous:
+            return WorkerStream(self, Lane.UPLOAD, number=number, thread_init=self._thread_init)
+        return InlineStream(self, Lane.UPLOAD)
+
     def _new_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return new_memory(shape, dtype)
 

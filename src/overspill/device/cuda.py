@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -81,12 +82,15 @@ class CudaStream(BackendStream):
             work()
         self._note(start, label, 0)
 
-    def copy(self, dst: Buffer, src: Buffer, *, n_bytes: int, label: str) -> None:
-        check_copy(self.device, dst, src, n_bytes)
-        count_copy(self.device.counters, dst, src, n_bytes)
-        start = self._mark()
+    def copy(
+        self, dst: Buffer, src: Buffer, *, n_bytes: int, label: str, dst_offset: int = 0, src_offset: int = 0
+    ) -> None:
+        part = Part(src, src_offset, dst_offset, n_bytes)
+        check_copy(self.device, dst, part)
+        count_copy(self.device.counters, dst, part)
+        start, source = self._mark(), bytes_of(src)[src_offset : src_offset + n_bytes]
         with torch.cuda.stream(self.cuda):
-            bytes_of(dst)[:n_bytes].copy_(bytes_of(src)[:n_bytes], non_blocking=True)
+            bytes_of(dst)[dst_offset : dst_offset + n_bytes].copy_(source, non_blocking=True)
         self._note(start, label, n_bytes)
 
     def upload(self, dst: Buffer, parts: Sequence[Part], *, label: str) -> None:
@@ -218,7 +222,13 @@ def pinned_memory(n_bytes: int) -> torch.Tensor:
     chunks = [memory[first : first + _PIN_CHUNK_BYTES] for first in range(0, padded, _PIN_CHUNK_BYTES)]
     with ThreadPoolExecutor(min(_PIN_THREADS, len(chunks))) as pool:
         list(pool.map(_register, chunks))
+    weakref.finalize(area, _unregister, [chunk.data_ptr() for chunk in chunks])
     return memory[:n_bytes]
+
+
+def _unregister(addresses: Sequence[int]) -> None:
+    for address in addresses:
+        torch.cuda.cudart().cudaHostUnregister(address)
 
 
 _register_lock = threading.Lock()

@@ -22,6 +22,7 @@ from overspill.device.backend import (
     check_upload,
     count_copy,
     new_memory,
+    stream_name,
 )
 from overspill.device.base import Buffer, Devices, Event, HostDevice, MemoryKind, Part
 from overspill.device.hazard import HOST, Entry, Verb
@@ -62,10 +63,10 @@ class NullEvent(Event):
 class NullStream(BackendStream):
     """Writes down what it is given."""
 
-    def __init__(self, device: NullBackend, lane: Lane) -> None:
+    def __init__(self, device: NullBackend, lane: Lane, *, number: int | None = None) -> None:
         super().__init__(device, lane)
         self._log = device.log
-        self._name = f"{device.name}/{lane}"
+        self._name = stream_name(device, lane, number)
         self.last_waited = -1
 
     def launch(
@@ -78,9 +79,12 @@ class NullStream(BackendStream):
     ) -> None:
         self._add(Verb.LAUNCH, label, reads=tuple(reads), writes=tuple(writes))
 
-    def copy(self, dst: Buffer, src: Buffer, *, n_bytes: int, label: str) -> None:
-        check_copy(self.device, dst, src, n_bytes)
-        count_copy(self.device.counters, dst, src, n_bytes)
+    def copy(
+        self, dst: Buffer, src: Buffer, *, n_bytes: int, label: str, dst_offset: int = 0, src_offset: int = 0
+    ) -> None:
+        part = Part(src, src_offset, dst_offset, n_bytes)
+        check_copy(self.device, dst, part)
+        count_copy(self.device.counters, dst, part)
         self._add(Verb.COPY, label, reads=(src,), writes=(dst,), n_bytes=n_bytes)
 
     def upload(self, dst: Buffer, parts: Sequence[Part], *, label: str) -> None:
@@ -162,6 +166,9 @@ class NullHost(NullBackend, HostDevice):
     def allocate_pinned(self, n_bytes: int, *, name: str, kind: MemoryKind = MemoryKind.STAGING) -> Buffer:
         make = partial(self._new_tensor, (n_bytes,), torch.uint8)
         return self._account(make, n_bytes, kind=kind, name=name, is_pinned=True)
+
+    def feeder(self, i_accelerator: int) -> BackendStream:
+        return self._opened(i_accelerator, partial(NullStream, self, Lane.UPLOAD, number=i_accelerator))
 
     def wrap(self, tensor: torch.Tensor, *, name: str) -> Buffer:
         return self._make_buffer(tensor, kind=MemoryKind.WEIGHTS, name=name, is_pinned=False)

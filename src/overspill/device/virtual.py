@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from overspill.device.backend import BackendDevice, bytes_of, move_parts, new_memory
+from overspill.device.backend import BackendDevice, BackendStream, bytes_of, move_parts, new_memory, stream_name
 from overspill.device.base import Buffer, Device, Part, UndeclaredAccess, running_on
 from overspill.device.cpu import CpuDevice
 from overspill.device.lane import Lane
@@ -52,11 +52,18 @@ class VirtualRules:
 class VirtualStream(WorkerStream):
     """A worker stream that holds its work to the rules. Delays are seeded per stream, so that a run can be repeated."""
 
-    def __init__(self, device: VirtualBackend, lane: Lane, *, thread_init: Callable[[], None] | None) -> None:
+    def __init__(
+        self,
+        device: VirtualBackend,
+        lane: Lane,
+        *,
+        number: int | None = None,
+        thread_init: Callable[[], None] | None,
+    ) -> None:
         self._virtual = device
         self._rules = device.rules
-        self._random = random.Random(f"{device.rules.chaos_seed}/{device.name}/{lane}")
-        super().__init__(device, lane, thread_init=thread_init)
+        self._random = random.Random(f"{device.rules.chaos_seed}/{stream_name(device, lane, number)}")
+        super().__init__(device, lane, number=number, thread_init=thread_init)
 
     def _before(self, label: str) -> None:
         if self._virtual.before is not None:
@@ -169,3 +176,6 @@ class VirtualHost(VirtualBackend, CpuDevice):
             thread_init=thread_init,
             pinned_memory=lambda n_bytes: self._new_tensor((n_bytes,), torch.uint8),
         )
+
+    def _open_feeder(self, number: int) -> BackendStream:
+        return VirtualStream(self, Lane.UPLOAD, number=number, thread_init=self._thread_init)

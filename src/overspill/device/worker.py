@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import NamedTuple
 
-from overspill.device.backend import BackendDevice, HostMemoryStream, now_us
+from overspill.device.backend import BackendDevice, HostMemoryStream, now_us, stream_name
 from overspill.device.base import Event, Span
 from overspill.device.lane import Lane
 
@@ -66,9 +66,19 @@ class _Failure(NamedTuple):
 
 
 class WorkerStream(HostMemoryStream):
-    """A queue of work and the thread that runs it. `thread_init` runs on that thread before anything else."""
+    """A queue of work and the thread that runs it. `thread_init` runs on that thread before anything else.
 
-    def __init__(self, device: BackendDevice, lane: Lane, *, thread_init: Callable[[], None] | None = None) -> None:
+    number: of a feeder, see `HostDevice.feeder`.
+    """
+
+    def __init__(
+        self,
+        device: BackendDevice,
+        lane: Lane,
+        *,
+        number: int | None = None,
+        thread_init: Callable[[], None] | None = None,
+    ) -> None:
         super().__init__(device, lane)
         self._owner = device
         self._thread_init = thread_init
@@ -79,7 +89,7 @@ class WorkerStream(HostMemoryStream):
         self._failure: _Failure | None = None
         self._is_closed = False
         # A daemon, so that an interpreter that was interrupted can end without closing its devices.
-        self._thread = threading.Thread(target=self._run_queue, name=f"{device.name}/{lane}", daemon=True)
+        self._thread = threading.Thread(target=self._run_queue, name=stream_name(device, lane, number), daemon=True)
         self._thread.start()
 
     def record(self) -> WorkerEvent:
