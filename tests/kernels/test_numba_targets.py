@@ -18,7 +18,7 @@ from overspill.quant.dequant import dequantize
 from tests.kernels.weights import random_weight
 
 assert (target.LANES, target.HAS_AVX2) == (8, {has_avx2})
-for name in ("F32", "F16", "Q4_0", "Q5_0", "Q8_0", "Q4_K", "Q6_K", "MXFP4"):
+for name in ("F32", "F16", "Q4_0", "Q5_0", "Q8_0", "Q4_K", "Q6_K", "MXFP4", "NVFP4", "IQ1_M", "IQ3_S"):
     weight = random_weight(TensorType[name], (21, 768))
     x = torch.randn(24, 768)
     y = matmul(x, weight)

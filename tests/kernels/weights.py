@@ -23,6 +23,16 @@ _SCALES = {
     _T.Q5_K: (0, 2),
     _T.Q6_K: (208,),
     _T.IQ4_XS: (0,),
+    _T.Q1_0: (0,),
+    _T.Q2_0: (0,),
+    _T.TQ1_0: (52,),
+    _T.TQ2_0: (64,),
+    _T.IQ2_XXS: (0,),
+    _T.IQ2_XS: (0,),
+    _T.IQ2_S: (0,),
+    _T.IQ3_XXS: (0,),
+    _T.IQ3_S: (0,),
+    _T.IQ1_S: (0,),
 }
 
 
@@ -41,4 +51,9 @@ def random_weight(type: TensorType, shape: tuple[int, ...], *, seed: int = 0) ->
         blocks[:, at : at + 2] = scales.view(np.uint8)
     if type == _T.MXFP4:
         blocks[:, 0] = random.integers(118, 122, size=n_blocks)
+    if type == _T.NVFP4:
+        blocks[:, :4] = random.integers(0, 48, size=(n_blocks, 4))
+    if type == _T.IQ1_M:  # the top nibbles of the last two scale words are those of the f16 scale
+        blocks[:, 53] = blocks[:, 53] & 15 | 0x40
+        blocks[:, 55] = blocks[:, 55] & 15 | 0x10
     return QTensor.from_bytes(torch.from_numpy(blocks.reshape(-1)), type, shape)

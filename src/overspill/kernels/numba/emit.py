@@ -16,7 +16,7 @@ from overspill.kernels.numba.target import FEATURES, HAS_AVX2, HAS_AVX512, LANES
 
 F32 = ir.FloatType()
 F16 = ir.HalfType()
-I8, I16, I32, I64 = (ir.IntType(n_bits) for n_bits in (8, 16, 32, 64))
+I1, I8, I16, I32, I64 = (ir.IntType(n_bits) for n_bits in (1, 8, 16, 32, 64))
 _HAS_HALF = "f16c" in FEATURES or "neon" in FEATURES or "fullfp16" in FEATURES
 
 
@@ -117,6 +117,15 @@ class Emitter:
         value = self.load(pointer, offset, ir.IntType(n_bits))
         return value if n_bits == 32 else self.builder.zext(value, I32)
 
+    def bits(self, word: ir.Value, right: int, mask: int) -> ir.Value:
+        """(word >> right) & mask of an i32."""
+        return self.builder.and_(self.builder.lshr(word, const(right, I32)), const(mask, I32))
+
+    def table(self, type: ir.Type, values: Sequence[float]) -> ir.Value:
+        """A constant array in the code's module."""
+        array = ir.Constant(ir.ArrayType(type, len(values)), [ir.Constant(type, value) for value in values])
+        return self.builder.bitcast(cgutils.global_constant(self.builder, "table", array), I8.as_pointer())
+
     # Vectors
 
     def vec(self, value: ir.Value) -> Vec:
@@ -148,7 +157,11 @@ class Emitter:
 
     def half(self, pointer: ir.Value, offset: ir.Value | int) -> Vec:
         """One IEEE half as float32, in every lane."""
-        return self._widen_halves(self.splat(self.load(pointer, offset, I16)).value)
+        return self.half_of(self.load(pointer, offset, I16))
+
+    def half_of(self, bits: ir.Value) -> Vec:
+        """An i16 read as IEEE half, as float32 in every lane."""
+        return self._widen_halves(self.splat(bits).value)
 
     def _widen_halves(self, bits: ir.Value) -> Vec:
         n = bits.type.count
@@ -172,6 +185,31 @@ class Emitter:
 
     def splat_float(self, pointer: ir.Value, offset: ir.Value | int) -> Vec:
         return self.splat(self.load(pointer, offset, F32))
+
+    def words(self, table: ir.Value, type: ir.IntType, index: Sequence[ir.Value]) -> Vec:
+        """Words of `table` at i32 indices, together LANES signed bytes, as float32."""
+        b = self.builder
+        joined = ir.Constant(ir.VectorType(type, len(index)), ir.Undefined)
+        for lane, i in enumerate(index):
+            word = self.load(table, self.offset(b.zext(i, I64), type.width // 8), type)
+            joined = b.insert_element(joined, word, const(lane, I32))
+        as_bytes = b.bitcast(joined, ir.VectorType(I8, LANES))
+        return self.vec(b.sext(as_bytes, ir.VectorType(I32, LANES))).to_float()
+
+    def mask(self, pointer: ir.Value, offset: ir.Value | int) -> ir.Value:
+        """LANES bits, the lowest first, as a vector of i1."""
+        return self.builder.bitcast(self.load(pointer, offset, ir.IntType(LANES)), ir.VectorType(I1, LANES))
+
+    def joined_mask(self, parts: Sequence[ir.Value]) -> ir.Value:
+        """The same from bytes, `LANES / 8` of them."""
+        b, joined = self.builder, const(0, ir.IntType(LANES))
+        for i, part in enumerate(parts):
+            wide = b.zext(part, joined.type) if LANES > 8 else part
+            joined = b.or_(joined, b.shl(wide, const(8 * i, joined.type)))
+        return b.bitcast(joined, ir.VectorType(I1, LANES))
+
+    def select(self, mask: ir.Value, when_set: Vec, when_clear: Vec) -> Vec:
+        return self.vec(self.builder.select(mask, when_set.value, when_clear.value))
 
     def fma(self, a: Vec, b: Vec, c: Vec) -> Vec:
         type = a.value.type
@@ -265,9 +303,4 @@ class Codebook:
             return self.e.lookup(self.table, index)
         if HAS_AVX2:
             return self.e.lookup_halves(self.low, self.high, index)
-        return self.e.lookup_lanes(self._constant(), index) * self.scale
-
-    def _constant(self) -> ir.Value:
-        builder = self.e.builder
-        array = ir.Constant(ir.ArrayType(F32, 16), [ir.Constant(F32, value) for value in self.values])
-        return builder.bitcast(cgutils.global_constant(builder, "codebook", array), I8.as_pointer())
+        return self.e.lookup_lanes(self.e.table(F32, self.values), index) * self.scale

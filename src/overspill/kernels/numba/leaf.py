@@ -18,7 +18,8 @@ from numba import types
 from numba.core import cgutils
 
 from overspill.gguf.types import TensorType
-from overspill.kernels.numba.decode import DECODERS, SCRATCH_FLOATS
+from overspill.kernels.numba.decode import DECODERS
+from overspill.kernels.numba.decoder import SCRATCH_FLOATS
 from overspill.kernels.numba.emit import F32, I64, Emitter, Vec, const
 from overspill.kernels.numba.jit import intrinsic
 from overspill.kernels.numba.native import c_function
@@ -142,7 +143,7 @@ def _emit_decode(e, decoder, rows, row_bytes, n_rows, first_unit, n_units, tail_
         with cgutils.for_range(b, n_units) as units:
             block = e.at(first, b.mul(units.index, const(decoder.n_bytes)))
             _emit_decode_unit(e, decoder, block, units.index, e.at(out, lane_offset), scratch)
-        if decoder.n_elements == UNIT_ELEMENTS and decoder.n_bytes % UNIT_ELEMENTS == 0:
+        if decoder.is_plain:
             with b.if_then(b.icmp_signed(">", tail_bytes, const(0))):
                 padded = e.scratch(UNIT_ELEMENTS)
                 cgutils.memset(b, padded, const(4 * UNIT_ELEMENTS), 0)
