@@ -293,10 +293,9 @@ def ops_for(devices: Devices) -> Callable[[Device], Ops]:
     gpus = [device for device in devices.accelerators if device.name.startswith(_GPU)]
     if not gpus:
         return lambda device: cpu.OPS
-    from overspill.kernels.triton import AttentionChooser, make_ops
+    from overspill.kernels.triton import make_ops, shared_chooser
 
-    chooser = AttentionChooser()
-    tables = {gpu.name: make_ops(gpu.torch_device, chooser=chooser) for gpu in gpus}
+    tables = {gpu.name: make_ops(gpu.torch_device, chooser=shared_chooser()) for gpu in gpus}
     return lambda device: tables.get(device.name, cpu.OPS)
 
 

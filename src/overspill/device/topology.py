@@ -17,8 +17,9 @@ from overspill.device.base import Buffer, Device, Devices, MemoryKind, Part
 from overspill.device.lane import Lane
 
 _REPEATS = 5
-_MAX_COPY_BYTES = 8 << 20
-_MM_ROWS, _MM_SIZE = 128, 768
+_MAX_COPY_BYTES = {True: 64 << 20, False: 8 << 20}  # by whether there are GPUs
+_HOST_PRODUCT = (128, 768, torch.float32)
+_GPU_PRODUCT = (4096, 4096, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,12 @@ class Rates:
 
 
 def measure(devices: Devices) -> Rates:
-    """Measure the devices, with copies of up to 8 MiB, less on devices that are short of memory."""
-    copy_bytes = min([_MAX_COPY_BYTES, *(device.free_bytes // 8 for device in devices.accelerators)])
-    host = _best_seconds(lambda: _multiply(*_operands(torch.device("cpu"))))
-    cpu_gflops = _mm_flops() / host / 1e9
+    """Measure the devices, with copies of some MiB, less on devices that are short of memory."""
+    has_gpus = any(device.torch_device.type != "cpu" for device in devices.accelerators)
+    copy_bytes = min([_MAX_COPY_BYTES[has_gpus], *(device.free_bytes // 8 for device in devices.accelerators)])
+    cpu = torch.device("cpu")
+    x, w = _operands(cpu)
+    cpu_gflops = _flops(cpu) / _best_seconds(partial(torch.mm, x, w)) / 1e9
     cpu_gbps = _memory_gbps(copy_bytes)
     if not devices.accelerators:
         return Rates((), cpu_gbps, cpu_gbps, (), cpu_gbps, cpu_gflops)
@@ -50,7 +53,9 @@ def measure(devices: Devices) -> Rates:
         alone = tuple(copy_bytes / _best_seconds(partial(_upload, [target], source)) / 1e9 for target in targets)
         together = len(targets) * copy_bytes / _best_seconds(lambda: _upload(targets, source)) / 1e9
         peer = _peer_gbps(targets, copy_bytes) if len(targets) > 1 else alone[0]
-        tflops = _mm_flops() / _best_seconds(lambda: _multiply_on(targets)) / 1e12
+        products = [_operands(target.device.torch_device) for target in targets]
+        flops = _flops(targets[0].device.torch_device)
+        tflops = flops / _best_seconds(lambda: _multiply_on(targets, products)) / 1e12
     finally:
         for target in targets:
             target.device.free(target)
@@ -90,22 +95,28 @@ def _peer_gbps(targets: list[Buffer], n_bytes: int) -> float:
     return n_bytes / _best_seconds(copy) / 1e9
 
 
+def _product(device: torch.device) -> tuple[int, int, torch.dtype]:
+    """Rows, width and type of the product that stands for a device's work."""
+    return _HOST_PRODUCT if device.type == "cpu" else _GPU_PRODUCT
+
+
 def _operands(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.ones(_MM_ROWS, _MM_SIZE, device=device), torch.ones(_MM_SIZE, _MM_SIZE, device=device)
+    n_rows, size, dtype = _product(device)
+    return torch.rand(n_rows, size, device=device).to(dtype), torch.rand(size, size, device=device).to(dtype)
+
+
+def _flops(device: torch.device) -> float:
+    n_rows, size, _ = _product(device)
+    return 2.0 * n_rows * size * size
 
 
 def _multiply(x: torch.Tensor, w: torch.Tensor) -> None:
     torch.mm(x, w)
 
 
-def _mm_flops() -> float:
-    return 2.0 * _MM_ROWS * _MM_SIZE * _MM_SIZE
-
-
-def _multiply_on(targets: list[Buffer]) -> None:
+def _multiply_on(targets: list[Buffer], products: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     streams = [target.device.stream(Lane.COMPUTE) for target in targets]
-    for stream, target in zip(streams, targets, strict=True):
-        x, w = _operands(target.device.torch_device)
+    for stream, (x, w) in zip(streams, products, strict=True):
         stream.launch(partial(_multiply, x, w), label="measure")
     for stream in streams:
         stream.record().wait_host()

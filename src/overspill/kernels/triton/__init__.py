@@ -9,7 +9,7 @@ in float32. Nothing here waits for the device once kernels are compiled and atte
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -37,12 +37,19 @@ __all__ = [
     "pick_experts",
     "prepare_heads",
     "route",
+    "shared_chooser",
     "wide_bytes",
     "widen",
     "workspace_bytes",
 ]
 
 _TORCH_PRODUCTS_ON = (9, 0)
+
+
+@cache
+def shared_chooser() -> AttentionChooser:
+    """The one of this process: two models, or two runs of one, attend alike."""
+    return AttentionChooser()
 
 
 def make_ops(

@@ -130,7 +130,9 @@ class Partial(NamedTuple):
     lse: torch.Tensor
 
 
-class _Tile(NamedTuple):
+class Tile(NamedTuple):
+    """Rows (queries times heads of a group) and cells that a program takes at once, and how it is compiled."""
+
     n_rows: int
     n_cells: int
     tuning: Tuning
@@ -144,10 +146,11 @@ def flash(
     scale: float,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
+    tile: Tile | None = None,
 ) -> torch.Tensor:
-    """`kernels.Attention` without a limit: returns `[T, H * B]` in the dtype of q."""
+    """`kernels.Attention` without a limit: returns `[T, H * B]` in the dtype of q. tile: None = the usual one."""
     out = torch.empty((q.shape[0], q.shape[1], v.shape[2]), dtype=q.dtype, device=q.device)
-    _run(q, k, v, out, None, scale, window, sinks)
+    _run(q, k, v, out, None, scale, window, sinks, tile)
     return out.flatten(1)
 
 
@@ -155,7 +158,7 @@ def flash_partial(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: f
     """As `flash`, to be merged with attention over earlier cells."""
     out = torch.empty((q.shape[0], q.shape[1], v.shape[2]), dtype=q.dtype, device=q.device)
     lse = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
-    _run(q, k, v, out, lse, scale, None, None)
+    _run(q, k, v, out, lse, scale, None, None, None)
     return Partial(out, lse)
 
 
@@ -168,11 +171,12 @@ def _run(
     scale: float,
     window: int | None,
     sinks: torch.Tensor | None,
+    tile: Tile | None,
 ) -> None:
     T, H, A = q.shape
     G, C, B = v.shape
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1, "channels must be contiguous"
-    tile = _tile(T * (H // G), A, B, q.dtype)
+    tile = tile or _tile(T * (H // G), A, q.dtype)
     strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1))
     constants = (H // G, *_cut(A), B, max(16, power_of_two(B)), G, *strides, window is not None)
     args = (q, k, v, out, lse, sinks, T, C, window or 0, scale * _LOG2E)
@@ -186,11 +190,11 @@ def _cut(A: int) -> tuple[int, int, int]:
     return A, first, max(16, power_of_two(A - first)) if first < A else 0
 
 
-def _tile(n_rows: int, A: int, B: int, dtype: torch.dtype) -> _Tile:
+def _tile(n_rows: int, A: int, dtype: torch.dtype) -> Tile:
     """Rows and cells of a tile; few rows where there are few, small tiles where heads are wide."""
     m = 16 if n_rows <= 16 else 64 if n_rows <= 256 or A > 256 else 128
     if dtype == torch.float32:
-        return _Tile(min(m, 32), 32, Tuning(4, 1))
+        return Tile(min(m, 32), 32, Tuning(4, 1))
     if A > 256:
-        return _Tile(m, 32, Tuning(8, 2))
-    return _Tile(m, 64, Tuning(8 if m == 128 else 4, 3 if A <= 128 else 2))
+        return Tile(m, 32, Tuning(8, 2))
+    return Tile(m, 64, Tuning(8 if m == 128 else 4, 3 if A <= 128 else 2))
