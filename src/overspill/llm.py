@@ -258,13 +258,18 @@ def machine_for(options: Options) -> Machine:
         for d, h2d_gbps, tflops in zip(devices.accelerators, rates.h2d_gbps, rates.tflops, strict=True)
     )
     return Machine(
-        host_bytes=devices.host.free_bytes,
+        host_bytes=_host_share(devices.host.free_bytes),
         devices=specs,
         h2d_total_gbps=rates.h2d_total_gbps,
         peer_gbps=rates.peer_gbps,
         cpu_gbps=rates.cpu_gbps,
         cpu_gflops=rates.cpu_gflops,
     )
+
+
+def _host_share(n_free: int) -> int:
+    """Of the host's free memory, what a plan may use: the rest is for other programs, whose needs change meanwhile."""
+    return n_free - min(n_free // 8, _RESERVE_BYTES)
 
 
 def _reserve_bytes(name: str, *, is_shared: bool) -> int:
