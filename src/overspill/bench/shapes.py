@@ -8,131 +8,69 @@ from __future__ import annotations
 
 from typing import Final
 
-Value = bool | int | float | str
-
-
-def _decoder(
-    arch: str,
-    *,
-    n_layer: int,
-    n_embd: int,
-    n_head: int,
-    n_head_kv: int,
-    head_dim: int,
-    n_vocab: int,
-    n_ctx: int,
-    rope_base: float,
-    n_ff: int = 0,
-    experts: tuple[int, int, int] | None = None,
-    rms_eps: float = 1e-6,
-) -> dict[str, Value]:
-    """Keys of a plain decoder. experts: how many, how many a token uses, width of each."""
-    keys: dict[str, Value] = {
-        "block_count": n_layer,
-        "context_length": n_ctx,
-        "embedding_length": n_embd,
-        "feed_forward_length": n_ff,
-        "attention.head_count": n_head,
-        "attention.head_count_kv": n_head_kv,
-        "attention.key_length": head_dim,
-        "attention.value_length": head_dim,
-        "attention.layer_norm_rms_epsilon": rms_eps,
-        "rope.freq_base": rope_base,
-        "vocab_size": n_vocab,
-    }
-    if experts is not None:
-        keys |= {"expert_count": experts[0], "expert_used_count": experts[1], "expert_feed_forward_length": experts[2]}
-    return {"general.architecture": arch} | {f"{arch}.{name}": value for name, value in keys.items()}
-
+from overspill.bench.families import (
+    Value,
+    deepseek,
+    gemma3,
+    glm4,
+    gpt_oss,
+    granite,
+    llama,
+    llama4,
+    minimax,
+    olmoe,
+    qwen2,
+    qwen2moe,
+    qwen3,
+    qwen3moe,
+)
 
 SHAPES: Final[dict[str, dict[str, Value]]] = {
-    "qwen3-30b-a3b": _decoder(
-        "qwen3moe",
-        n_layer=48,
-        n_embd=2048,
-        n_head=32,
-        n_head_kv=4,
-        head_dim=128,
-        n_vocab=151936,
-        n_ctx=262144,
-        rope_base=1e6,
-        experts=(128, 8, 768),
+    "qwen3-30b-a3b": qwen3moe(48, 2048, heads=(32, 4), n_ff=768, rope_base=1e6),
+    "qwen3-235b-a22b": qwen3moe(94, 4096, heads=(64, 4), n_ff=1536, rope_base=5e6),
+    "qwen3-vl-30b-a3b": qwen3moe(48, 2048, heads=(32, 4), n_ff=768, rope_base=5e6, arch="qwen3vlmoe"),
+    "qwen3-vl-235b-a22b": qwen3moe(94, 4096, heads=(64, 4), n_ff=1536, rope_base=5e6, arch="qwen3vlmoe"),
+    "qwen1.5-moe-a2.7b": qwen2moe(24, 2048, heads=(16, 16), n_ff=5632, experts=(60, 4, 1408), n_ff_shared=5632),
+    "qwen2-57b-a14b": qwen2moe(28, 3584, heads=(28, 4), n_ff=18944, experts=(64, 8, 2560), n_ff_shared=20480),
+    "gpt-oss-20b": gpt_oss(24, n_expert=32),
+    "gpt-oss-120b": gpt_oss(36, n_expert=128),
+    "deepseek-v2-lite": deepseek(
+        (27, 1), 2048, n_head=16, n_latent_q=0, n_ff=10944, experts=(64, 6, 1408), n_shared=2, n_vocab=102400
     ),
-    "qwen3-235b-a22b": _decoder(
-        "qwen3moe",
-        n_layer=94,
-        n_embd=4096,
+    "deepseek-v2": deepseek(
+        (60, 1), 5120, n_ff=12288, experts=(160, 6, 1536), n_shared=2, n_vocab=102400, groups=(8, 3), scale=16.0
+    ),
+    "deepseek-v3": deepseek(
+        (61, 3), 7168, n_ff=18432, experts=(256, 8, 2048), n_vocab=129280, groups=(8, 4), scale=2.5, yarn=(40.0, 0.1)
+    ),
+    "kimi-k2": deepseek(
+        (61, 1),
+        7168,
         n_head=64,
-        n_head_kv=4,
-        head_dim=128,
-        n_vocab=151936,
+        n_ff=18432,
+        experts=(384, 8, 2048),
+        n_vocab=163840,
         n_ctx=262144,
-        rope_base=5e6,
-        experts=(128, 8, 1536),
+        rope_base=5e4,
+        scale=2.827,
+        yarn=(64.0, 0.1),
     ),
-    "mixtral-8x7b": _decoder(
-        "llama",
-        n_layer=32,
-        n_embd=4096,
-        n_head=32,
-        n_head_kv=8,
-        head_dim=128,
-        n_vocab=32000,
-        n_ctx=32768,
-        rope_base=1e6,
-        n_ff=14336,
-        experts=(8, 2, 14336),
-        rms_eps=1e-5,
+    "glm-4.5-air": glm4((46, 1), 4096, n_ff=10944, experts=(128, 8, 1408), scale=1.0),
+    "glm-4.5": glm4((92, 3), 5120, n_ff=12288, experts=(160, 8, 1536), scale=2.5),
+    "minimax-m2": minimax(),
+    "olmoe-1b-7b": olmoe(),
+    "granite-3.1-1b-a400m": granite(24, 1024, heads=(16, 8), n_expert=32),
+    "granite-3.1-3b-a800m": granite(32, 1536, heads=(24, 8), n_expert=40),
+    "llama-4-scout": llama4(n_expert=16, moe_step=1, n_ctx=10485760),
+    "llama-4-maverick": llama4(n_expert=128, moe_step=2, n_ctx=1048576),
+    "mixtral-8x7b": llama(
+        32, 4096, heads=(32, 8), n_ff=14336, n_vocab=32000, n_ctx=32768, rope_base=1e6, experts=(8, 2, 14336)
     ),
-    "mixtral-8x22b": _decoder(
-        "llama",
-        n_layer=56,
-        n_embd=6144,
-        n_head=48,
-        n_head_kv=8,
-        head_dim=128,
-        n_vocab=32768,
-        n_ctx=65536,
-        rope_base=1e6,
-        n_ff=16384,
-        experts=(8, 2, 16384),
-        rms_eps=1e-5,
+    "mixtral-8x22b": llama(
+        56, 6144, heads=(48, 8), n_ff=16384, n_vocab=32768, n_ctx=65536, rope_base=1e6, experts=(8, 2, 16384)
     ),
-    "llama-3.1-8b": _decoder(
-        "llama",
-        n_layer=32,
-        n_embd=4096,
-        n_head=32,
-        n_head_kv=8,
-        head_dim=128,
-        n_vocab=128256,
-        n_ctx=131072,
-        rope_base=5e5,
-        n_ff=14336,
-        rms_eps=1e-5,
-    ),
-    "qwen2.5-7b": _decoder(
-        "qwen2",
-        n_layer=28,
-        n_embd=3584,
-        n_head=28,
-        n_head_kv=4,
-        head_dim=128,
-        n_vocab=152064,
-        n_ctx=32768,
-        rope_base=1e6,
-        n_ff=18944,
-    ),
-    "qwen3-8b": _decoder(
-        "qwen3",
-        n_layer=36,
-        n_embd=4096,
-        n_head=32,
-        n_head_kv=8,
-        head_dim=128,
-        n_vocab=151936,
-        n_ctx=40960,
-        rope_base=1e6,
-        n_ff=12288,
-    ),
+    "llama-3.1-8b": llama(32, 4096, heads=(32, 8), n_ff=14336, n_vocab=128256, n_ctx=131072, rope_base=5e5),
+    "qwen2.5-7b": qwen2(28, 3584, heads=(28, 4), n_ff=18944, n_vocab=152064),
+    "qwen3-8b": qwen3(36, 4096, heads=(32, 8), n_ff=12288),
+    "gemma-3-27b": gemma3(62, 5376, heads=(32, 16), n_ff=21504),
 }
