@@ -193,6 +193,15 @@ def test_absent_experts_add_nothing_and_slots_may_be_shuffled() -> None:
     assert torch.equal(out, layer.start)
 
 
+def test_no_tokens_and_no_experts_change_nothing() -> None:
+    layer = Layer(TensorType.Q8_0)
+    assert layer.run(slice(0, 0)).shape == (0, 256)
+    out = layer.start.clone()
+    nothing = [w.rows(0, 0) for w in layer.stacks()]
+    experts(layer.x, *nothing, layer.ids, layer.weights, np.full(6, -1, np.int32), out, Activation.SILU)
+    assert torch.equal(out, layer.start)
+
+
 def test_experts_refuse_ids_slots_and_shapes_that_are_none() -> None:
     layer = Layer(TensorType.Q8_0, n=2, k=1, d=32, f=32, n_tokens=3)
     rest = layer.weights, None, layer.start.clone(), Activation.SILU

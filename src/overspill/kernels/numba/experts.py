@@ -18,7 +18,7 @@ import torch
 from numba import get_num_threads
 from torch import Tensor
 
-from overspill.kernels.numba.jit import njit
+from overspill.kernels.numba.jit import inner
 from overspill.kernels.numba.matmul import padded, rows_per_task
 from overspill.kernels.numba.memory import load_f32, load_i32, load_i64, next_number, reader, store_f32, store_i64
 from overspill.kernels.numba.native import c_function, caller, run
@@ -234,7 +234,7 @@ def _group_address() -> int:
     return c_function(group_experts, 2)
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def _slot(expert, c):
     """Slot of an expert, -1 if absent, -2 if there is no such expert or slot."""
     if expert < 0 or expert >= c.n_experts:
@@ -245,7 +245,7 @@ def _slot(expert, c):
     return slot if slot < c.n_slots else -2
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def _place_groups(c):
     """From the number of pairs in ends[e] to the groups; ends[e] becomes the first pair. Returns their number."""
     n_groups, n_placed = 0, 0
@@ -261,7 +261,7 @@ def _place_groups(c):
     return n_groups
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def _place_pair(pair, i, c):
     token = pair // c.n_used
     hidden = c.hidden + i * c.hidden_stride

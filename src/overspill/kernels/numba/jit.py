@@ -17,6 +17,8 @@ njit: Any = numba.njit
 cfunc: Any = numba.cfunc
 intrinsic: Any = _intrinsic
 config: Any = _config
+# For functions that only compiled code calls: without the wrappers that Python would need, which take long to compile.
+inner: Any = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 def cached(decorator: Any, function: Callable[..., Any], *signature: Any, **options: Any) -> Any:

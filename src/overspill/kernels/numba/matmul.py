@@ -9,7 +9,7 @@ import torch
 from numba import get_num_threads
 from torch import Tensor
 
-from overspill.kernels.numba.jit import njit
+from overspill.kernels.numba.jit import inner
 from overspill.kernels.numba.memory import next_number, reader, store_i64
 from overspill.kernels.numba.native import c_function, caller, run
 from overspill.kernels.numba.panel import (
@@ -98,7 +98,7 @@ def padded(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def rows_per_task(n_rows, n_groups, n_threads):
     """How many rows of each of `n_groups` matrices make a task: whole tiles, a few tasks for every thread."""
     n_tiles = (n_rows + TILE_ROWS - 1) // TILE_ROWS

@@ -15,7 +15,7 @@ import numpy as np
 from overspill.gguf.types import TensorType
 from overspill.kernels.numba.decode import DECODERS
 from overspill.kernels.numba.finish import add_products, gate_silu, store_products
-from overspill.kernels.numba.jit import njit
+from overspill.kernels.numba.jit import inner
 from overspill.kernels.numba.leaf import (
     N_DECODE_ARGS,
     N_DOT_ARGS,
@@ -146,7 +146,7 @@ def multiply_address() -> int:
     return c_function(multiply, N_MULTIPLY_ARGS)
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def _by_dots(matrix, part, tokens, then, scratch):
     """Rows outside, tokens inside: the few rows of a step stay in the first-level cache."""
     for row in range(0, part.n_rows, TILE_ROWS):
@@ -158,7 +158,7 @@ def _by_dots(matrix, part, tokens, then, scratch):
             first += DOT_TOKENS[kind]
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def _dot_rows(matrix, part, first_row, tokens, first, kind, then, scratch):
     """TILE_ROWS rows, or what is left, with DOT_TOKENS[kind] tokens; the last is repeated, to no effect, if need be."""
     pointers, products = scratch + _POINTERS, scratch + _PRODUCTS
@@ -177,7 +177,7 @@ def _dot_rows(matrix, part, first_row, tokens, first, kind, then, scratch):
         _finish(tokens, first + i, part.first_row + first_row, n_rows, products + i * TILE_ROWS * 4, then, scratch)
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def _by_tiles(matrix, part, tokens, then, scratch):
     units_per_piece = PIECE_ELEMENTS // matrix.unit_elements
     n_pieces = max((matrix.n_units + units_per_piece - 1) // units_per_piece, 1)
@@ -195,7 +195,7 @@ def _by_tiles(matrix, part, tokens, then, scratch):
             _multiply_piece(matrix, span, part.first_row + row, n, tokens, then, scratch)
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def _multiply_piece(matrix, span, first_row, n_rows, tokens, then, scratch):
     """A decoded piece times all tokens of a block; span: first element, number of them, is first, is last."""
     first_element, n_elements, is_first, is_last = span
@@ -212,7 +212,7 @@ def _multiply_piece(matrix, span, first_row, n_rows, tokens, then, scratch):
                 _finish(tokens, first + i, first_row, n_rows, products + i * TILE_ROWS * 4, then, scratch)
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def _finish(tokens, i_token, row, n_rows, products, then, scratch):
     """Finish one token's products; fewer than TILE_ROWS of them take a way round through the scratch."""
     out = load_i64(tokens.outputs, i_token) + 4 * row
@@ -227,7 +227,7 @@ def _finish(tokens, i_token, row, n_rows, products, then, scratch):
         store_f32(out, i, load_f32(edge, i))
 
 
-@njit(nogil=True, error_model="numpy")
+@inner
 def _finish_row(out, products, tokens, i_token, then):
     if then == STORE:
         store_products(out, products)
