@@ -25,18 +25,22 @@ SPILLING = ["-dev", "virtual:2", "-ngl", "all", "-cmoe", "-ub", "16", "-c", "96"
 HOST_EXPERT_BYTES = 4 * 8 * 3 * 64 * 64 * 4
 Capture = pytest.CaptureFixture[str]
 
-TINY = shapes._decoder(
-    "qwen3moe",
-    n_layer=3,
-    n_embd=64,
-    n_head=4,
-    n_head_kv=2,
-    head_dim=32,
-    n_vocab=200,
-    n_ctx=256,
-    rope_base=1e4,
-    experts=(4, 2, 96),
-)
+_TINY_KEYS: dict[str, int | float] = {
+    "block_count": 3,
+    "context_length": 256,
+    "embedding_length": 64,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "attention.key_length": 32,
+    "attention.value_length": 32,
+    "attention.layer_norm_rms_epsilon": 1e-6,
+    "rope.freq_base": 1e4,
+    "vocab_size": 200,
+    "expert_count": 4,
+    "expert_used_count": 2,
+    "expert_feed_forward_length": 96,
+}
+TINY = {"general.architecture": "qwen3moe"} | {f"qwen3moe.{key}": value for key, value in _TINY_KEYS.items()}
 
 
 @pytest.fixture
@@ -229,12 +233,17 @@ def test_bench_outputs(capsys: Capture) -> None:
             assert all(len(row) == len(head) for row in rows)
             assert all("±" in row[head.index("t/s")] for row in rows)
             continue
-        parse = {"json": json.loads, "jsonl": lambda text: [json.loads(line) for line in text.splitlines()]}
-        records = parse.get(output, lambda text: list(csv.DictReader(io.StringIO(text))))(out)
+        records = _records(output, out)
         seen[output] = [[str(record[name]) for name in fixed] for record in records]
     assert len(seen) == 3
     assert seen["json"] == seen["jsonl"] == seen["csv"]
     assert [record[:2] for record in seen["json"]] == [["16", "0"], ["0", "2"]]
+
+
+def _records(output: str, out: str) -> list[dict[str, Any]]:
+    if output == "csv":
+        return list(csv.DictReader(io.StringIO(out)))
+    return [json.loads(line) for line in out.splitlines()] if output == "jsonl" else json.loads(out)
 
 
 def test_bench_with_prompts_of_a_text(capsys: Capture, tmp_path: Path) -> None:
@@ -268,7 +277,7 @@ def test_plan_of_a_shape(capsys: Capture) -> None:
 def test_perplexity(capsys: Capture, tmp_path: Path) -> None:
     text = tmp_path / "a.txt"
     text.write_text("Once upon a time there was a model that knew nothing at all. " * 3, encoding="utf-8")
-    args = ["perplexity", "-m", MODEL, "-f", text, "-dev", "cpu", "-c", "16"]
+    args = ["perplexity", "-m", str(MODEL), "-f", str(text), "-dev", "cpu", "-c", "16"]
     result = json.loads(main(capsys, *args, "--tokens", "50", "--json").out)
     assert result["n_tokens"] == 50
     assert len(result["nll"]) == 3 * 15 + 1  # windows of 16, 16, 16 and 2 tokens

@@ -22,7 +22,13 @@ MODELS = ["llama", "mixtral", "qwen2", "qwen3", "qwen3-yarn", "qwen3moe"]
 TOLERANCE = 2e-4  # of a float32 engine against either oracle; they differ by 2e-5
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 # Three devices that hold the layers but not the experts of all of them, and waves of several ubatches.
-SPILLING = {"devices": "virtual:3", "device_memory": "800KiB", "n_ubatch": 16, "n_wave": 64, "n_ctx": 160}
+SPILLING: dict[str, Any] = {
+    "devices": "virtual:3",
+    "device_memory": "800KiB",
+    "n_ubatch": 16,
+    "n_wave": 64,
+    "n_ctx": 160,
+}
 
 
 @pytest.fixture(scope="module")

@@ -98,11 +98,11 @@ def test_bad_weights_end_a_generation(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def good_run() -> Ran:
     """What a run costs that succeeds."""
-    return run(FILES / "ok-base.gguf")
+    return run(FILES / "ok-base.gguf", "-c", "64")
 
 
-def run(path: Path) -> Ran:
-    return overspill("run", "-m", path, "-dev", "cpu", "-c", "64", "-p", "Hello", "-n", "3", "--temp", "0", "--json")
+def run(path: Path, *more: str) -> Ran:
+    return overspill("run", "-m", path, "-dev", "cpu", "-p", "Hello", "-n", "3", "--temp", "0", "--json", *more)
 
 
 def test_run(good_run: Ran) -> None:
@@ -114,7 +114,7 @@ def test_run(good_run: Ran) -> None:
 
 @pytest.mark.parametrize("name", ["huge-kv-count", "huge-array", "huge-block-count", "tokens-too-few", "nan-weights"])
 def test_run_refuses(name: str, tmp_path: Path, good_run: Ran) -> None:
-    ran = run(cases.write(tmp_path, f"{name}.gguf"))
+    ran = run(cases.write(tmp_path, f"{name}.gguf"), "-c", "64")
     assert ran.refusal.startswith(f"{tmp_path}/{name}.gguf: ")
     assert ran.cpu_s < good_run.cpu_s + 1
     assert ran.peak_bytes < good_run.peak_bytes + 200 * MIB
@@ -122,8 +122,18 @@ def test_run_refuses(name: str, tmp_path: Path, good_run: Ran) -> None:
 
 @pytest.mark.parametrize("name", ["eos-out-of-range", "huge-context"])
 def test_run_loads(name: str, tmp_path: Path, good_run: Ran) -> None:
-    ran = run(cases.write(tmp_path, f"{name}.gguf"))
+    ran = run(cases.write(tmp_path, f"{name}.gguf"), "-c", "64")
     assert ran.code == 0, ran
     assert json.loads(ran.out)["tokens"] == json.loads(good_run.out)["tokens"]
     assert ran.err.count("eos_token_id") == ran.err.count("\n") == (name == "eos-out-of-range")
+    assert ran.peak_bytes < good_run.peak_bytes + 200 * MIB
+
+
+def test_context_that_no_memory_holds_is_lowered(tmp_path: Path, good_run: Ran) -> None:
+    """2^32 - 1 cells are what the file wants, and nobody asked for fewer."""
+    ran = run(cases.write(tmp_path, "huge-context.gguf"))
+    assert ran.code == 0, ran
+    plan = json.loads(ran.out)["plan"]
+    assert 512 <= plan["n_ctx"] < 2**32 - 1
+    assert any(f"context lowered from {2**32 - 1} to {plan['n_ctx']}" in note for note in plan["notes"])
     assert ran.peak_bytes < good_run.peak_bytes + 200 * MIB

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -26,7 +27,13 @@ N_TOKENS = 640
 LOGIT_TOLERANCE = 1e-4
 NLL_TOLERANCE = 2 * LOGIT_TOLERANCE
 # Every layer computes on a device, and most of the experts find no room there.
-SMALL = {"devices": "virtual:2", "device_memory": "18MiB", "n_gpu_layers": "all", "n_ubatch": 128, "n_wave": 320}
+SMALL: dict[str, Any] = {
+    "devices": "virtual:2",
+    "device_memory": "18MiB",
+    "n_gpu_layers": "all",
+    "n_ubatch": 128,
+    "n_wave": 320,
+}
 
 pytestmark = pytest.mark.skipif(not MODEL.is_file(), reason="the trained model is not here: 30 MB, not in the project")
 
@@ -50,8 +57,8 @@ def plain(oracle: dict[str, np.ndarray]) -> tuple[torch.Tensor, list[list[list[i
         chosen[i_layer] += routing.ids.sort(-1).values.tolist()
         return routing
 
-    model.route = recording  # type: ignore[method-assign]
-    return plain_logits(model, oracle["input_ids"], 320), chosen
+    with patch.object(model, "route", recording):
+        return plain_logits(model, oracle["input_ids"].tolist(), 320), chosen
 
 
 def losses_of(logits: torch.Tensor, ids: np.ndarray) -> np.ndarray:
