@@ -15,7 +15,7 @@ from overspill.kernels import ref
 from overspill.kernels.triton.heads import Angles, HeadGains, prepare_heads, rope
 from overspill.kernels.triton.linear import LinearOp
 from overspill.kernels.triton.norm import rms_norm, swiglu
-from overspill.kernels.triton.route import Choice, pick_experts, route
+from overspill.kernels.triton.routing import Choice, pick_experts, route
 from overspill.kernels.triton.workspace import Workspace
 from overspill.models import router
 from overspill.models.specs.router import Gating, RouterParams

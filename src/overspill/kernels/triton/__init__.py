@@ -21,7 +21,7 @@ from overspill.kernels.triton.heads import Angles, HeadGains, prepare_heads, rop
 from overspill.kernels.triton.linear import LinearOp, embed
 from overspill.kernels.triton.moe import MoeOp
 from overspill.kernels.triton.norm import rms_norm, swiglu
-from overspill.kernels.triton.route import Choice, pick_experts, route
+from overspill.kernels.triton.routing import Choice, pick_experts, route
 from overspill.kernels.triton.wide import wide_bytes, widen, widen_into
 from overspill.kernels.triton.workspace import Workspace, workspace_bytes
 
