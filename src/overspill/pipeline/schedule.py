@@ -3,8 +3,8 @@
 All schedules are orders of the same actions. Depth-first takes each ubatch through all layers; breadth-first takes
 all ubatches of the wave through each layer, so that a layer's host experts go up once per wave; serial is
 depth-first with every action waiting for the one before it. For one layer the order of ubatches is always the same,
-so results are bit for bit the same. Where a layer's experts go up, each ubatch attends just before it uses the first
-slab: the next device can start on the first ubatch while this one computes the second. Pure: reads values, yields
+so results are bit for bit the same. Where a layer's experts go up as one slab, each ubatch attends just before it uses
+them: the next device can start on the first ubatch while this one computes the second. Pure: reads values, yields
 values, knows no device.
 
 A resource is a tuple that starts with its name: ("x", device, ubatch) hidden states, ("route", device, ubatch)
@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import pairwise
 
 from overspill.device.lane import Lane
 from overspill.pipeline.ledger import Resource, StreamId
@@ -210,15 +211,19 @@ class _Emitter:
         yield Action(verb, stream, reads, writes, layer=split.first, last_layer=split.last, ubatch=m)
 
     def _experts_on_host(self, split: Split, group: tuple[int, ...]) -> Iterator[Action]:
+        """The next ubatch comes to the device before this one leaves it: both travel on the device's one stream."""
+        for m, following in pairwise((None, *group, None)):
+            if following is not None:
+                yield from self._attend(split, following)
+            if m is not None:
+                yield from self._compute_on_host(split, m)
+
+    def _compute_on_host(self, split: Split, m: int) -> Iterator[Action]:
         host = self._layout.host
-        for m in group:
-            yield from self._attend(split, m)
-            yield from self._move(host, m, with_route=True)
-            x = ("x", host, m)
-            stream = StreamId(host, Lane.COMPUTE)
-            yield Action(
-                Verb.EXPERTS, stream, (x, ("route", host, m)), (x,), layer=split.first, last_layer=split.last, ubatch=m
-            )
+        yield from self._move(host, m, with_route=True)
+        x = ("x", host, m)
+        reads, stream = (x, ("route", host, m)), StreamId(host, Lane.COMPUTE)
+        yield Action(Verb.EXPERTS, stream, reads, (x,), layer=split.first, last_layer=split.last, ubatch=m)
 
     def _experts(self, split: Split, group: tuple[int, ...]) -> Iterator[Action]:
         if self._schedule.policy is not Policy.ALL:
@@ -233,8 +238,13 @@ class _Emitter:
         return Policy.ALL if i_layer in self._layout.mixed else self._schedule.policy
 
     def _attends_first(self, split: Split) -> bool:
-        """Whether all ubatches attend before the first expert: the routers' ids must be known for the upload."""
-        return self._policy(split.first) is Policy.SELECTED
+        """Whether all ubatches attend before the first expert.
+
+        For `selected`, the upload must know the routers' ids. With several slabs the next device cannot start before
+        the last of them anyhow, and attention gives the slabs time to arrive.
+        """
+        policy, n_slabs = self._policy(split.first), len(self._layout.slabs[split.first])
+        return policy is Policy.SELECTED or (policy is Policy.ALL and n_slabs > 1)
 
     def _attend(self, split: Split, m: int) -> Iterator[Action]:
         return self._compute(replace(split, kind=SplitKind.ATTEND), m)
