@@ -283,7 +283,7 @@ def test_cancelled_request_ends(cpu: LLM) -> None:
         ({"policy": "some"}, ["--policy some"]),
         ({"n_gpu_layers": "some"}, ["-ngl some"]),
         ({"n_ubatch": 64, "n_wave": 32}, ["-b 32", "-ub 64"]),
-        ({"n_parallel": 100, "n_ctx": 50}, ["context per slot 0"]),
+        ({"n_parallel": 100, "n_ctx": 50, "devices": "virtual:2"}, ["context per slot 0"]),
         ({"threads": 0}, ["-t 0"]),
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else None,
