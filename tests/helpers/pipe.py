@@ -26,7 +26,7 @@ from overspill.pipeline import weights
 from overspill.pipeline.memory import Memory, Sizes
 from overspill.pipeline.runner import Runner
 from overspill.pipeline.schedule import Order, Policy, WaveSchedule
-from overspill.pipeline.split import Layout, Slab
+from overspill.pipeline.split import Detour, Layout, Slab
 from overspill.pipeline.upload import WIDE_VALUE_BYTES, cut_slabs, slot_bytes_for
 from overspill.pipeline.wave import Ubatch, Wave
 from overspill.pipeline.weights import load
@@ -34,6 +34,7 @@ from overspill.pipeline.work import Work
 from overspill.placement.budget import StagingPlan
 
 OPS = replace(ref.OPS, widen=ref.widen)
+DIRECT = Detour()
 ORDERS_AND_POLICIES = [(order, policy) for order in Order for policy in Policy]
 
 _NULL_BYTES = 1 << 40
@@ -204,11 +205,15 @@ def pipe(
     chaos_seed: int | None = None,
     max_in_flight: int = 64,
     kind: str = "virtual",
+    devices: Devices | None = None,
+    detour: Detour = DIRECT,
+    waits_on_host: bool = False,
 ) -> Iterator[Pipe]:
-    """Open devices, load, reserve; close at the end."""
+    """Open devices (or take those given), load, reserve; close at the end."""
     arch, hp, specs, source = understand(source)
     layout, slot_bytes = make_layout(source, hp.n_layer, hp.n_expert, shape)
-    devices = _open(kind, shape.n_devices, chaos_seed)
+    layout = replace(layout, detour=detour)
+    devices = devices or _open(kind, shape.n_devices, chaos_seed)
     try:
         with patch.object(weights, "_RING_BYTES", _RING_BYTES), rare_delays(0, share=0.0):
             loaded = load(
@@ -218,7 +223,7 @@ def pipe(
             devices, layout, hp, Sizes(n_ubatch, n_ubatches, n_slots, n_cells), staging_plans(slot_bytes, hp, shape)
         )
         work = Work(loaded.model, layout, memory, loaded.host_experts, OPS)
-        runner = Runner(devices, layout, memory, work, max_in_flight=max_in_flight)
+        runner = Runner(devices, layout, memory, work, max_in_flight=max_in_flight, waits_on_host=waits_on_host)
         n_bytes = sum(experts.n_bytes for experts in loaded.host_experts.values())
         for device in devices.all:
             device.reset_counters()

@@ -14,7 +14,7 @@ import torch
 from overspill.device.base import Buffer, Devices, MemoryKind
 from overspill.models.base import HParams
 from overspill.pipeline.ledger import Resource
-from overspill.pipeline.split import Layout
+from overspill.pipeline.split import N_TILES, Layout, detours
 from overspill.placement.budget import N_LOGIT_BUFFERS, N_LOGIT_ROWS, StagingPlan
 
 
@@ -74,6 +74,10 @@ class Memory:
         for i_device, plan in enumerate(staging):
             if plan is not None:
                 self._add_staging(i_device, plan)
+        self.x_row_bytes = hp.n_embd * 4
+        self.tile_bytes = min(layout.detour.tile_bytes, sizes.n_ubatch * self.x_row_bytes)
+        for source, target in detours(layout):
+            self._add_tiles(source, target)
         self._add_host(layout)
 
     def __getitem__(self, resource: Resource) -> tuple[Buffer, ...]:
@@ -121,6 +125,11 @@ class Memory:
         if plan.wide_bytes:
             wide = self._new(i_device, (plan.wide_bytes,), torch.uint8, MemoryKind.STAGING, "wide")
             self._buffers["wide", i_device] = (wide,)
+
+    def _add_tiles(self, source: int, target: int) -> None:
+        for i in range(N_TILES):
+            tile = self._devices.host.allocate_pinned(self.tile_bytes, name=f"tile {source}-{target}.{i}")
+            self._buffers["tile", source, target, i] = (tile,)
 
     def _add_host(self, layout: Layout) -> None:
         host, sizes, V = self._devices.host, self.sizes, self._hp.n_vocab

@@ -3,7 +3,8 @@
 The only place that orders streams. One host thread issues the actions of a schedule; for each one the ledger says
 which events its stream must wait for, then the work is given to the stream and an event recorded. The host blocks in
 four places, all named: when it reads logits, when it reads router ids (policy `selected`), before it overwrites the
-inputs of an earlier wave that have not gone up, and in the throttle that bounds how far it runs ahead.
+inputs of an earlier wave that have not gone up, and in the throttle that bounds how far it runs ahead (and between
+devices, where a user who looks for a fault asks for it).
 """
 
 from __future__ import annotations
@@ -48,15 +49,29 @@ class _Download:
 
 
 class Runner:
-    """Runs waves of one model on its devices. Not for several threads."""
+    """Runs waves of one model on its devices. Not for several threads.
 
-    def __init__(self, devices: Devices, layout: Layout, memory: Memory, work: Work, *, max_in_flight: int) -> None:
+    waits_on_host: the host waits for each event of one device that a stream of another waits for. It costs all overlap
+    of devices, and shows whether they fail to wait for each other.
+    """
+
+    def __init__(
+        self,
+        devices: Devices,
+        layout: Layout,
+        memory: Memory,
+        work: Work,
+        *,
+        max_in_flight: int,
+        waits_on_host: bool = False,
+    ) -> None:
         self.counters = RunCounters()
         self._devices = devices
         self._layout = layout
         self._memory = memory
         self._work = work
         self._max_in_flight = max_in_flight
+        self._waits_on_host = waits_on_host
         self._ledger = Ledger()
         self._events: dict[int, Event] = {}
         self._n_issued = 0
@@ -92,9 +107,10 @@ class Runner:
         ubatches = wave.ubatches
         assert len(ubatches) <= self._memory.sizes.n_ubatches
         results = [torch.empty(len(u.output_rows), self._memory.n_vocab) for u in ubatches]
-        self._work.select_all()
+        self._work.begin_wave()
         self._write_inputs_host(ubatches)
-        for action in actions(self._layout, schedule, [self._work.n_chunks(u) for u in ubatches]):
+        n_chunks, n_tiles = map(self._work.n_chunks, ubatches), map(self._work.n_tiles, ubatches)
+        for action in actions(self._layout, schedule, list(n_chunks), list(n_tiles)):
             self._issue(action, schedule, ubatches, results)
         while self._downloads:
             self._read_logits_host(results)
@@ -120,7 +136,9 @@ class Runner:
         if action.verb is Verb.DOWNLOAD and len(self._downloads) == N_LOGIT_BUFFERS:
             self._read_logits_host(results)
         stream = self._devices.all[action.device].stream(action.stream.lane)
-        for number in self._ledger.add(self._n_issued, action.stream, action.reads, action.writes).values():
+        for other, number in self._ledger.add(self._n_issued, action.stream, action.reads, action.writes).items():
+            if self._waits_on_host and other.device != action.device:
+                self._events[number].wait_host()
             stream.wait(self._events[number])
         if schedule.order is Order.SERIAL and self._n_issued:
             stream.wait(self._events[self._n_issued - 1])

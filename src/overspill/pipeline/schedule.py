@@ -10,7 +10,7 @@ values, knows no device.
 A resource is a tuple that starts with its name: ("x", device, ubatch) hidden states, ("route", device, ubatch)
 normed input, ids and weights of routing, ("pos", device) positions and token ids, ("slot", device, i) a staging slot,
 ("wide", device) a dequantised slab, ("kv", layer), ("ids", ubatch) expert ids on the host, ("logits", device, i),
-("host_logits", i).
+("host_logits", i), ("tile", source, target, i) pinned memory between two accelerators that no direct copy connects.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from itertools import pairwise
 
 from overspill.device.lane import Lane
 from overspill.pipeline.ledger import Resource, StreamId
-from overspill.pipeline.split import Layout, Split, SplitKind, cut
+from overspill.pipeline.split import N_TILES, Layout, Split, SplitKind, cut
 from overspill.placement.budget import N_LOGIT_BUFFERS
 
 
@@ -55,6 +55,8 @@ class Verb(StrEnum):
     WIDEN = "widen"
     EXPERTS = "experts"
     HAND_OFF = "hand_off"
+    HAND_DOWN = "hand_down"
+    HAND_UP = "hand_up"
     OUTPUT = "output"
     DOWNLOAD = "download"
 
@@ -64,7 +66,8 @@ class Action:
     """One launch. Fields that a verb does not use are -1.
 
     layer, last_layer: the layers computed. slab: index into the layer's slabs. slot: staging slot (or logits buffer
-    of OUTPUT and DOWNLOAD). source: where a hand-off comes from. chunk: which rows of the outputs.
+    of OUTPUT and DOWNLOAD). source: where a hand-off comes from. chunk: which rows of the outputs, or which tile of a
+    hand-off through the host.
     """
 
     verb: Verb
@@ -110,18 +113,26 @@ class WaveSchedule:
     widen: bool = False
 
 
-def actions(layout: Layout, schedule: WaveSchedule, n_chunks: Sequence[int]) -> Iterator[Action]:
-    """Actions of one wave. n_chunks: per ubatch, how many pieces its output rows are computed in (0 = none wanted)."""
-    return _Emitter(layout, schedule, n_chunks).emit()
+def actions(
+    layout: Layout, schedule: WaveSchedule, n_chunks: Sequence[int], n_tiles: Sequence[int] | None = None
+) -> Iterator[Action]:
+    """Actions of one wave.
+
+    n_chunks: per ubatch, how many pieces its output rows are computed in (0 = none wanted). n_tiles: per ubatch, how
+    many tiles its hidden states take where they go through the host; None: one.
+    """
+    return _Emitter(layout, schedule, n_chunks, n_tiles or [1] * len(n_chunks)).emit()
 
 
 class _Emitter:
     """State while a wave's actions are listed: where each ubatch is, and which slab goes up next."""
 
-    def __init__(self, layout: Layout, schedule: WaveSchedule, n_chunks: Sequence[int]) -> None:
+    def __init__(self, layout: Layout, schedule: WaveSchedule, n_chunks: Sequence[int], n_tiles: Sequence[int]) -> None:
         self._layout = layout
         self._schedule = schedule
         self._n_chunks = n_chunks
+        self._n_tiles = n_tiles
+        self._n_tiles_used: dict[tuple[int, int], int] = {}
         self._splits = cut(layout)
         self._place = [layout.host] * len(n_chunks)
         self._to_upload: list[deque[tuple[int, int]]] = [deque() for _ in range(layout.n_accelerators)]
@@ -183,6 +194,9 @@ class _Emitter:
         if source == device:
             return
         self._place[m] = device
+        if (source, device) in self._layout.detour.pairs:
+            yield from self._move_by_host(source, device, m)
+            return
         lane_of = device if device != self._layout.host else source
         names = ("x", "route") if with_route else ("x",)
         yield Action(
@@ -193,6 +207,17 @@ class _Emitter:
             ubatch=m,
             source=source,
         )
+
+    def _move_by_host(self, source: int, device: int, m: int) -> Iterator[Action]:
+        """Down from one accelerator and up to the other, a tile at a time, each on its own stream."""
+        down, up = StreamId(source, Lane.HAND_OFF), StreamId(device, Lane.HAND_OFF)
+        x, target = ("x", source, m), ("x", device, m)
+        for i in range(self._n_tiles[m]):
+            n_used = self._n_tiles_used.get((source, device), 0)
+            self._n_tiles_used[source, device] = n_used + 1
+            tile = ("tile", source, device, n_used % N_TILES)
+            yield Action(Verb.HAND_DOWN, down, (x,), (tile,), ubatch=m, source=source, chunk=i)
+            yield Action(Verb.HAND_UP, up, (tile,), (target,), ubatch=m, source=source, chunk=i)
 
     def _compute(self, split: Split, m: int) -> Iterator[Action]:
         device, x = split.device, ("x", split.device, m)

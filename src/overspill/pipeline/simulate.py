@@ -87,6 +87,8 @@ class _Costs:
                 return self._upload_us(action)
             case Verb.HAND_OFF:
                 return _HAND_OFF_LATENCY_US + self._hand_off_us(action)
+            case Verb.HAND_DOWN | Verb.HAND_UP:
+                return _HAND_OFF_LATENCY_US + self._tile_us(action)
             case Verb.LAYERS | Verb.ATTEND:
                 layers = range(action.layer, max(action.last_layer, action.layer + 1))
                 return _LAUNCH_US + sum(self._layer_us(action, i) for i in layers)
@@ -120,6 +122,11 @@ class _Costs:
         is_peer = action.source != self._layout.host and action.writes[0][1] != self._layout.host
         gbps = self._machine.peer_gbps if is_peer else self._link_gbps[action.device]
         return n_bytes / gbps / 1e3
+
+    def _tile_us(self, action: Action) -> float:
+        detour, n_bytes = self._layout.detour, 4 * self._shape.n_embd * self._wave.n_tokens[action.ubatch]
+        n_left = n_bytes - action.chunk * detour.tile_bytes
+        return min(detour.tile_bytes, n_left) / self._link_gbps[action.device] / 1e3
 
     def _layer_us(self, action: Action, i_layer: int) -> float:
         n = self._wave.n_tokens[action.ubatch]
@@ -183,8 +190,9 @@ class Prediction:
 def predict(shape: ModelShape, machine: Machine, layout: Layout, wave: WaveShape, schedule: WaveSchedule) -> Prediction:
     """Simulate one wave; the last ubatch wants one row of logits."""
     n_chunks = [0] * (len(wave.n_tokens) - 1) + [1]
+    n_tiles = [layout.detour.n_tiles(4 * shape.n_embd * n) for n in wave.n_tokens]
     cost_us = costs(shape, machine, layout, wave, schedule)
-    timed = simulate(actions(layout, schedule, n_chunks), cost_us, is_serial=schedule.order is Order.SERIAL)
+    timed = simulate(actions(layout, schedule, n_chunks, n_tiles), cost_us, is_serial=schedule.order is Order.SERIAL)
     total = max(t.end_us for t in timed)
     busy: dict[int, float] = {}
     for t in timed:
@@ -228,6 +236,8 @@ _LETTERS = {
     Verb.WIDEN: "W",
     Verb.EXPERTS: "X",
     Verb.HAND_OFF: "h",
+    Verb.HAND_DOWN: "hd",
+    Verb.HAND_UP: "hu",
     Verb.OUTPUT: "O",
     Verb.DOWNLOAD: "D",
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 from typing import NamedTuple
 
 
@@ -22,13 +23,32 @@ class Slab(NamedTuple):
         return self.last - self.first
 
 
+N_TILES = 2
+"""So that one tile is filled while the one before is emptied."""
+
+
+@dataclass(frozen=True)
+class Detour:
+    """Hand-offs through pinned host memory, a tile at a time.
+
+    pairs: ordered pairs (source, target) of accelerators that have to go that way. tile_bytes: of one tile.
+    """
+
+    pairs: frozenset[tuple[int, int]] = frozenset()
+    tile_bytes: int = 1 << 24
+
+    def n_tiles(self, n_bytes: int) -> int:
+        """Tiles that so many bytes take."""
+        return -(-n_bytes // self.tile_bytes)
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where each layer computes and which layers upload their experts.
 
     layer_device: per layer, `host` = the CPU. slabs: per layer, the slabs its host experts go up in; empty where the
     experts are resident or the layer has none. mixed: layers of which a part (say, the down matrices) is resident:
-    their slabs always go up whole, because the CPU cannot reach that part.
+    their slabs always go up whole, because the CPU cannot reach that part. detour: hand-offs that cannot be direct.
     """
 
     n_accelerators: int
@@ -37,6 +57,7 @@ class Layout:
     slabs: tuple[tuple[Slab, ...], ...]
     mixed: frozenset[int] = frozenset()
     embed_on: int | None = None
+    detour: Detour = Detour()
 
     @property
     def embed_device(self) -> int:
@@ -95,3 +116,9 @@ def cut(layout: Layout) -> tuple[Split, ...]:
         else:
             splits.append(Split(SplitKind.LAYERS, device, i, i + 1))
     return (*splits, Split(SplitKind.OUTPUT, layout.output_device))
+
+
+def detours(layout: Layout) -> list[tuple[int, int]]:
+    """Pairs of accelerators between which this layout hands off hidden states through the host."""
+    devices = [split.device for split in cut(layout)]
+    return sorted({*pairwise(devices)} & layout.detour.pairs)

@@ -22,6 +22,8 @@ _COLOURS = {
     "widen": "#b4a03c",
     "upload": "#d08040",
     "hand_off": "#9467bd",
+    "hand_down": "#9467bd",
+    "hand_up": "#9467bd",
     "output": "#c05a5a",
     "embed": "#7f7f7f",
 }

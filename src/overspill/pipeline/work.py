@@ -6,8 +6,8 @@ action names; everything they need of the wave is bound when the action is given
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -24,6 +24,8 @@ from overspill.pipeline.upload import HostExperts, staged, upload_parts, widened
 from overspill.pipeline.wave import Ubatch
 from overspill.quant.experts import ExpertWeights
 
+Angles = dict[Hashable, tuple[torch.Tensor, torch.Tensor]]
+
 
 class Work:
     """The verbs over one model's memory."""
@@ -37,6 +39,7 @@ class Work:
         self._host_experts = host_experts
         self._host_ops = host_ops
         self._slab_ids: dict[tuple[int, int], Sequence[int]] = {}
+        self._turned: defaultdict[tuple[int, int], Angles] = defaultdict(dict)
         self._compute: dict[Verb, Callable[[Action, Ubatch], Callable[[], None]]] = {
             Verb.EMBED: self._embed,
             Verb.LAYERS: self._layers,
@@ -56,6 +59,8 @@ class Work:
                 self._read_ids(action, stream, ubatches[action.ubatch])
             case Verb.HAND_OFF:
                 self._hand_off(action, stream, ubatches[action.ubatch])
+            case Verb.HAND_DOWN | Verb.HAND_UP:
+                self._hand_tile(action, stream, ubatches[action.ubatch])
             case Verb.DOWNLOAD:
                 n_rows = len(self.output_rows(ubatches[action.ubatch], action.chunk))
                 self._copy(action, stream, n_rows * self._model.hparams.n_vocab * 4)
@@ -79,6 +84,10 @@ class Work:
         """OUTPUT actions a ubatch needs."""
         return -(-len(ubatch.output_rows) // self._memory.sizes.n_logits_rows)
 
+    def n_tiles(self, ubatch: Ubatch) -> int:
+        """Tiles of host memory that hidden states take on their way to a device that no direct copy reaches."""
+        return -(-self._x_bytes(ubatch) // self._memory.tile_bytes)
+
     def select(self, i_layer: int, ids: set[int]) -> None:
         """From now on the layer's slabs hold these experts only, packed into as few slabs as possible."""
         ordered = deque(sorted(ids))
@@ -86,9 +95,10 @@ class Work:
             n = min(slab.n_experts, len(ordered))
             self._slab_ids[i_layer, i_slab] = [ordered.popleft() for _ in range(n)]
 
-    def select_all(self) -> None:
-        """Slabs hold the experts of the layout again."""
+    def begin_wave(self) -> None:
+        """Slabs hold the experts of the layout again, and no angles of a former wave are left."""
         self._slab_ids.clear()
+        self._turned = defaultdict(dict)
 
     def _ids_of(self, i_layer: int, i_slab: int) -> Sequence[int]:
         chosen = self._slab_ids.get((i_layer, i_slab))
@@ -98,8 +108,9 @@ class Work:
         (buffer,) = self._memory[resource]
         return buffer
 
-    def _view(self, ubatch: Ubatch, device: int, m: int) -> UbatchView:
-        return UbatchView(ubatch.segments, self._one(("pos", device)).tensor[m, 0, : ubatch.n_tokens])
+    def _view(self, ubatch: Ubatch, device: int, m: int, turned: Angles) -> UbatchView:
+        positions = self._one(("pos", device)).tensor[m, 0, : ubatch.n_tokens]
+        return UbatchView(ubatch.segments, positions, turned)
 
     def _cache(self, i_layer: int) -> KvCache:
         tensors = [buffer.tensor for buffer in self._memory["kv", i_layer]]
@@ -119,9 +130,11 @@ class Work:
         return body
 
     def _layers(self, action: Action, ubatch: Ubatch) -> Callable[[], None]:
+        turned = self._turned[action.device, action.ubatch]
+
         def body() -> None:
             target = self._x(action, ubatch)
-            view = self._view(ubatch, action.device, action.ubatch)
+            view = self._view(ubatch, action.device, action.ubatch, turned)
             x = target
             for i in range(action.layer, action.last_layer):
                 x = forward_layer(self._model, i, x, self._cache(i), view)
@@ -130,9 +143,11 @@ class Work:
         return body
 
     def _attend(self, action: Action, ubatch: Ubatch) -> Callable[[], None]:
+        turned = self._turned[action.device, action.ubatch]
+
         def body() -> None:
             target = self._x(action, ubatch)
-            view = self._view(ubatch, action.device, action.ubatch)
+            view = self._view(ubatch, action.device, action.ubatch, turned)
             x = self._model.attend(action.layer, target, self._cache(action.layer), view)
             routing = self._model.route(action.layer, x)
             assert routing is not None
@@ -210,6 +225,18 @@ class Work:
         for source, target in zip(sources, targets, strict=True):
             row_bytes = source.n_bytes // self._memory.sizes.n_ubatch
             stream.copy(target, source, n_bytes=ubatch.n_tokens * row_bytes, label=action.label)
+
+    def _x_bytes(self, ubatch: Ubatch) -> int:
+        return ubatch.n_tokens * self._memory.x_row_bytes
+
+    def _hand_tile(self, action: Action, stream: Stream, ubatch: Ubatch) -> None:
+        (source,), (target,) = self._memory[action.reads[0]], self._memory[action.writes[0]]
+        first = action.chunk * self._memory.tile_bytes
+        n_bytes = min(self._memory.tile_bytes, self._x_bytes(ubatch) - first)
+        if action.verb is Verb.HAND_DOWN:
+            stream.copy(target, source, n_bytes=n_bytes, src_offset=first, label=action.label)
+        else:
+            stream.copy(target, source, n_bytes=n_bytes, dst_offset=first, label=action.label)
 
     def _read_ids(self, action: Action, stream: Stream, ubatch: Ubatch) -> None:
         _, ids, _ = self._memory[action.reads[0]]
