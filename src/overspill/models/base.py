@@ -16,7 +16,8 @@ Each layer's weights are bound to a device by the loader; a model never asks whi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -24,6 +25,7 @@ import torch
 from overspill.cache.cells import Segment
 from overspill.cache.kv import KvCache
 from overspill.kernels import Ops
+from overspill.models.rope import Rope
 from overspill.models.specs.base import HParams, TensorSpec
 from overspill.quant.experts import ExpertVectors, ExpertWeights
 from overspill.quant.qtensor import QTensor
@@ -72,11 +74,23 @@ class Routing(NamedTuple):
     mix: torch.Tensor
 
 
-class UbatchView(NamedTuple):
-    """What attention must know of a ubatch: its segments, in row order, and the position of each row, `[T]`."""
+@dataclass(frozen=True, eq=False)
+class UbatchView:
+    """What attention must know of a ubatch on one device.
+
+    segments: in row order. positions: of each row, `[T]`. turned: cos and sin that layers have computed so far, by
+    what `Rope` calls them; layers that rotate alike share them.
+    """
 
     segments: tuple[Segment, ...]
     positions: torch.Tensor
+    turned: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def angles(self, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin `[T, n_rot / 2]` of the rows."""
+        if rope.name not in self.turned:
+            self.turned[rope.name] = rope.angles(self.positions)
+        return self.turned[rope.name]
 
 
 class Model(Protocol):

@@ -36,7 +36,7 @@ class Model(Transformer):
         kv = linear(block, "attn_kv_a_mqa", normed)
         latent, k_rot = (part.contiguous() for part in kv.split([hp.n_latent, hp.rope.n_rot], -1))
         latent = block.ops.rms_norm(latent, block.vector("attn_kv_a_norm"), hp.rms_eps)
-        q_rot, k_rot = self.rotate(i_layer, block, q_rot, k_rot[:, None], view.positions)
+        q_rot, k_rot = self.rotate(i_layer, block, q_rot, k_rot[:, None], view)
         q = torch.cat([linear_heads(block, "attn_k_b", q).to(q_rot.dtype), q_rot], -1)
         k = torch.cat([latent[:, None].to(k_rot.dtype), k_rot], -1)
         gathered = attend_cached(block.ops, cache, view, q, k, latent[:, None], scale=hp.attention_scale)

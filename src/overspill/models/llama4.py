@@ -25,12 +25,12 @@ class Model(llama.Model):
         self._llama4 = hparams
 
     def rotate(
-        self, i_layer: int, block: Block, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor
+        self, i_layer: int, block: Block, q: torch.Tensor, k: torch.Tensor, view: UbatchView
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotated heads are normed afterwards; queries that are not grow with the logarithm of their position."""
         if not self._llama4.is_rotated(i_layer):
-            return q * temperature(positions)[:, None, None], k
-        q, k = super().rotate(i_layer, block, q, k, positions)
+            return q * temperature(view.positions)[:, None, None], k
+        q, k = super().rotate(i_layer, block, q, k, view)
         return (self._normed(q), self._normed(k)) if self._llama4.is_normed else (q, k)
 
     def _normed(self, x: torch.Tensor) -> torch.Tensor:

@@ -63,7 +63,7 @@ class Transformer:
         q, k = (heads(block, name, normed, hp.head_dim) for name in ("attn_q", "attn_k"))
         v = heads(block, "attn_v", normed, hp.value_dim)
         q, k = self.norm_heads(block, q, k)
-        q, k = self.rotate(i_layer, block, q, k, view.positions)
+        q, k = self.rotate(i_layer, block, q, k, view)
         return self.attend_cells(i_layer, block, q, k, v, cache, view)
 
     def attend_cells(
@@ -91,14 +91,14 @@ class Transformer:
         return q, k
 
     def rotate(
-        self, i_layer: int, block: Block, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor
+        self, i_layer: int, block: Block, q: torch.Tensor, k: torch.Tensor, view: UbatchView
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Hook: position enters queries and keys."""
         rope = self._ropes[i_layer]
         if rope is None:
             return q, k
         rotate = block.ops.rope_pairs if self.is_rope_interleaved else block.ops.rope_halves
-        angles = rope.angles(positions)
+        angles = view.angles(rope)
         return rotate(q, *angles), rotate(k, *angles)
 
     def after_attention(self, block: Block, y: torch.Tensor) -> torch.Tensor:

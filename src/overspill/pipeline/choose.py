@@ -12,12 +12,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import permutations
 
 from overspill.errors import UserError
-from overspill.options import Options
+from overspill.options import MIB, Options
 from overspill.pipeline.schedule import Order, Policy, WaveSchedule
 from overspill.pipeline.simulate import Prediction, WaveShape, predict
-from overspill.pipeline.split import Layout, Slab
+from overspill.pipeline.split import Detour, Layout, Slab, detours
 from overspill.pipeline.upload import WIDE_VALUE_BYTES, cut_slabs
 from overspill.placement.machine import Machine
 from overspill.placement.plan import Placement, place
@@ -135,6 +136,7 @@ def _plan(
 ) -> Plan:
     placement = _place(shape, machine, options, grain=grain, n_ubatch=n_ubatch, widen=widen)
     placement, layout = with_embedding(shape, machine, placement, layout_of(shape, machine, placement))
+    placement, layout = with_detours(machine, options, placement, layout)
     policy = None if options.policy == "auto" else Policy(options.policy)
     schedule = WaveSchedule(order, policy or Policy.ALL, options.n_staging_slots, widen)
     reference = WaveShape.of_prompt(min(REFERENCE_PROMPT, placement.n_ctx, placement.n_wave), n_ubatch)
@@ -187,6 +189,21 @@ def with_embedding(
     more = replace(budget, weights_bytes=budget.weights_bytes + shape.embed_bytes)
     budgets = (*placement.budgets[:first], more, *placement.budgets[first + 1 :])
     return replace(placement, budgets=budgets), replace(layout, embed_on=first)
+
+
+def with_detours(machine: Machine, options: Options, placement: Placement, layout: Layout) -> tuple[Placement, Layout]:
+    """Hand-offs through host memory: everywhere, nowhere, or where direct ones have failed, as the user wants it."""
+    pairs = permutations(range(len(machine.devices)), 2)
+    if options.host_stage == "auto":
+        pairs = ((i, j) for i, j in pairs if (machine.names[i], machine.names[j]) in machine.failing_pairs)
+    if options.host_stage == "0":
+        return placement, layout
+    layout = replace(layout, detour=Detour(frozenset(pairs), options.host_stage_tile_mib * MIB))
+    shown = ", ".join(f"{machine.names[i]} -> {machine.names[j]}" for i, j in detours(layout))
+    if not shown:
+        return placement, layout
+    why = "-hs 1" if options.host_stage == "1" else "direct copies fail"
+    return replace(placement, notes=(*placement.notes, f"hand-offs through host memory ({why}): {shown}")), layout
 
 
 def layout_of(shape: ModelShape, machine: Machine, placement: Placement) -> Layout:

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
+from typing import NamedTuple
 
 from overspill.device.lane import Lane
 from overspill.pipeline.ledger import Resource, StreamId
@@ -124,6 +125,14 @@ def actions(
     return _Emitter(layout, schedule, n_chunks, n_tiles or [1] * len(n_chunks)).emit()
 
 
+class _Upload(NamedTuple):
+    """A slab that is to go up, and the ids on the host that say what of it."""
+
+    layer: int
+    slab: int
+    ids: tuple[Resource, ...] = ()
+
+
 class _Emitter:
     """State while a wave's actions are listed: where each ubatch is, and which slab goes up next."""
 
@@ -135,7 +144,7 @@ class _Emitter:
         self._n_tiles_used: dict[tuple[int, int], int] = {}
         self._splits = cut(layout)
         self._place = [layout.host] * len(n_chunks)
-        self._to_upload: list[deque[tuple[int, int]]] = [deque() for _ in range(layout.n_accelerators)]
+        self._to_upload: list[deque[_Upload]] = [deque() for _ in range(layout.n_accelerators)]
         self._n_uploaded = [0] * layout.n_accelerators
         self._n_used = [0] * layout.n_accelerators
         self._n_outputs = 0
@@ -161,18 +170,19 @@ class _Emitter:
         for _ in range(n_passes):
             for i_layer, slabs in enumerate(self._layout.slabs):
                 for i_slab in range(len(slabs)):
-                    self._to_upload[self._layout.layer_device[i_layer]].append((i_layer, i_slab))
+                    self._to_upload[self._layout.layer_device[i_layer]].append(_Upload(i_layer, i_slab))
 
     def _fill_slots(self, device: int) -> Iterator[Action]:
         for _ in range(min(self._schedule.n_staging_slots, len(self._to_upload[device]))):
             yield self._upload_next(device)
 
     def _upload_next(self, device: int) -> Action:
-        i_layer, i_slab = self._to_upload[device].popleft()
+        upload = self._to_upload[device].popleft()
         slot = self._n_uploaded[device] % self._schedule.n_staging_slots
         self._n_uploaded[device] += 1
         stream = StreamId(device, Lane.UPLOAD)
-        return Action(Verb.UPLOAD, stream, (), (("slot", device, slot),), layer=i_layer, slab=i_slab, slot=slot)
+        writes = (("slot", device, slot),)
+        return Action(Verb.UPLOAD, stream, upload.ids, writes, layer=upload.layer, slab=upload.slab, slot=slot)
 
     def _run(self, split: Split, group: tuple[int, ...]) -> Iterator[Action]:
         match split.kind:
@@ -252,9 +262,12 @@ class _Emitter:
 
     def _experts(self, split: Split, group: tuple[int, ...]) -> Iterator[Action]:
         if self._schedule.policy is not Policy.ALL:
+            ids: tuple[Resource, ...] = ()
             if self._policy(split.first) is Policy.SELECTED:
                 yield from self._read_ids(split, group)
-            self._to_upload[split.device].extend((split.first, i) for i in range(len(self._layout.slabs[split.first])))
+                ids = tuple(("ids", m) for m in group)
+            n_slabs = len(self._layout.slabs[split.first])
+            self._to_upload[split.device].extend(_Upload(split.first, i, ids) for i in range(n_slabs))
             yield from self._fill_slots(split.device)
         for i_slab in range(len(self._layout.slabs[split.first])):
             yield from self._slab(split, i_slab, group)

@@ -38,7 +38,7 @@ def read_windows(a: Keys, n_layer: int, *, period: int) -> tuple[int, tuple[bool
         raise UserError(f"{a.full_name('attention.sliding_window')} is 0: a token must see at least itself")
     name = "attention.sliding_window_pattern"
     if a.is_array(name):
-        return n_window, a.flags(name)[:n_layer]
+        return n_window, a.per_layer_flags(name, a.u32("block_count"))[:n_layer]
     n = a.u32(name, default=period)
     return n_window, tuple(n == 0 or i % n < n - 1 for i in range(n_layer))
 
