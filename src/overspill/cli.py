@@ -57,7 +57,7 @@ def _with_options(*leave_out: str) -> Callable[[Callable[..., None]], Callable[.
 
 def _flag(name: str) -> Any:
     option = typer.Option(*FLAGS[name], help=HELP[name], rich_help_panel="Machine and plan")
-    kind: Any = {"cpu_moe": bool, "override_tensor": list[str] | None}.get(name, str | None)
+    kind: Any = {"cpu_moe": bool, "force_xdev_sync": bool, "override_tensor": list[str] | None}.get(name, str | None)
     return Annotated[kind, option]
 
 

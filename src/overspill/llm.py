@@ -19,6 +19,7 @@ import torch
 
 from overspill.device.base import Device, Devices, Span
 from overspill.device.factory import open_devices
+from overspill.device.handoff import failing_pairs
 from overspill.device.lane import Lane
 from overspill.device.topology import measure
 from overspill.engine.engine import Engine
@@ -101,7 +102,14 @@ class LLM:
             self.sizes = Sizes.of_plan(placed.n_ubatch, placed.n_wave, self.options.n_parallel, placed.n_ctx)
             memory = Memory(self.devices, layout, self.hparams, self.sizes, placed.staging, precision)
             work = Work(loaded.model, layout, memory, loaded.host_experts, cpu.OPS)
-            self.runner = Runner(self.devices, layout, memory, work, max_in_flight=self.plan.max_in_flight)
+            self.runner = Runner(
+                self.devices,
+                layout,
+                memory,
+                work,
+                max_in_flight=self.plan.max_in_flight,
+                waits_on_host=self.options.force_xdev_sync,
+            )
             self._running = threading.Lock()
             self._engine = Engine(
                 self.run_wave,
@@ -250,6 +258,7 @@ def machine_for(options: Options) -> Machine:
     devices = open_for(options)
     try:
         rates = measure(devices)
+        failing = failing_pairs(devices) if options.host_stage == "auto" else frozenset()
     finally:
         devices.close()
     is_shared = options.device_memory is None
@@ -264,6 +273,7 @@ def machine_for(options: Options) -> Machine:
         peer_gbps=rates.peer_gbps,
         cpu_gbps=rates.cpu_gbps,
         cpu_gflops=rates.cpu_gflops,
+        failing_pairs=frozenset((specs[i].name, specs[j].name) for i, j in failing),
     )
 
 

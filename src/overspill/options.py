@@ -74,6 +74,11 @@ class Options:
     threads: int | None = _option(None, "--threads -t", "CPU threads; None: physical cores")
     chaos_seed: int | None = _option(None, "--chaos-seed", "testing: random delays on virtual devices")
     trace: str | None = _option(None, "--trace", "file to write a trace of the streams to")
+    host_stage: str = _option(
+        "auto", "--host-stage -hs", "hand-offs between devices through host memory: auto (where a test fails), 0 or 1"
+    )
+    host_stage_tile_mib: int = _option(16, "--host-stage-tile-mib", "size of a piece of a hand-off through host memory")
+    force_xdev_sync: bool = _option(False, "--force-xdev-sync", "debugging: the host waits wherever devices do")
     load_mode: str = _option("auto", "--load-mode -lm", "auto, none, mmap, mlock, mmap+mlock or dio")
     h2d_gbps: float | None = _option(None, "--virtual-h2d-gbps", "testing: link speed of virtual devices, GB/s")
 
@@ -117,6 +122,7 @@ _CHOICES: Final = {
     "fit": ("on", "off", "balanced"),
     "schedule": ("auto", "serial", "depth-first", "breadth-first"),
     "policy": ("auto", "all", "selected", "cpu"),
+    "host_stage": ("auto", "0", "1"),
     "load_mode": ("auto", "none", "mmap", "mlock", "mmap+mlock", "dio"),
 }
 _LOWEST: Final = {
@@ -131,6 +137,7 @@ _LOWEST: Final = {
     "slab_mib": 1,
     "n_staging_slots": 2,
     "max_in_flight": 1,
+    "host_stage_tile_mib": 1,
     "threads": 1,
     "chaos_seed": 0,
 }
@@ -270,6 +277,8 @@ def options_from(values: Mapping[str, object]) -> Options:
 def _parsed(name: str, value: object) -> object:
     if isinstance(value, list):
         return tuple(value)
+    if name == "host_stage" and type(value) is int:
+        return str(value)
     if not isinstance(value, str) or name in _TEXTS:
         return value
     return _PARSERS[name](value) if name in _PARSERS else _to_int(name, value, "a whole number")

@@ -13,6 +13,7 @@ from overspill.options import (
     HELP,
     Options,
     Override,
+    options_from,
     parse_device_memory,
     parse_fit_target,
     parse_n_gpu_layers,
@@ -24,8 +25,8 @@ FROZEN_FLAGS = """
 --devices -dev | --device-memory | --n-gpu-layers -ngl | --tensor-split -ts | --split-mode -sm | --main-gpu -mg
 --override-tensor -ot | --cpu-moe -cmoe | --n-cpu-moe -ncmoe | --fit -fit | --fit-target -fitt | --fit-ctx -fitc
 --ctx-size -c | --ubatch-size -ub | --n-wave --batch-size -b | --parallel -np | --schedule | --grain | --policy
---slab-mib | --staging-slots | --max-in-flight | --threads -t | --chaos-seed | --trace | --load-mode -lm
---virtual-h2d-gbps
+--slab-mib | --staging-slots | --max-in-flight | --threads -t | --chaos-seed | --trace | --host-stage -hs
+--host-stage-tile-mib | --force-xdev-sync | --load-mode -lm | --virtual-h2d-gbps
 """
 
 
@@ -65,6 +66,9 @@ def test_frozen_and_keyword_only() -> None:
         ({"schedule": "fast"}, "--schedule"),
         ({"policy": "gpu"}, "--policy"),
         ({"load_mode": "pinned"}, "-lm"),
+        ({"host_stage": ""}, "-hs"),
+        ({"host_stage": "2"}, "-hs"),
+        ({"host_stage_tile_mib": 0}, "--host-stage-tile-mib"),
         ({"main_gpu": -1}, "-mg"),
         ({"n_cpu_moe": -3}, "-ncmoe"),
         ({"n_cpu_moe": 2.0}, "-ncmoe"),
@@ -151,6 +155,14 @@ def test_device_memory_text(text: str, sizes: tuple[int, ...]) -> None:
 def test_bad_device_memory_text(text: str) -> None:
     with pytest.raises(UserError, match=r"^--device-memory"):
         parse_device_memory(text)
+
+
+def test_host_stage_is_read_as_a_value_not_as_presence() -> None:
+    for value in ("0", "1", "auto"):
+        assert options_from({"host_stage": value}).host_stage == value
+    assert [options_from({"host_stage": value}).host_stage for value in (0, 1)] == ["0", "1"]
+    with pytest.raises(UserError, match=r"^-hs 2: choose one of auto, 0, 1$"):
+        options_from({"host_stage": 2})
 
 
 def test_override_items_keep_their_order_over_flags_and_commas() -> None:

@@ -41,7 +41,8 @@ class Machine:
     """The devices in pipeline order, and the host.
 
     host_bytes: memory that weights may take. h2d_total_gbps: all links at once. peer_gbps: device to device.
-    cpu_gbps: the CPU reading memory. cpu_gflops: the CPU's matrix products.
+    cpu_gbps: the CPU reading memory. cpu_gflops: the CPU's matrix products. failing_pairs: names (source, target) of
+    devices between which direct copies do not arrive.
     """
 
     host_bytes: int
@@ -50,6 +51,7 @@ class Machine:
     peer_gbps: float
     cpu_gbps: float
     cpu_gflops: float = 100.0
+    failing_pairs: frozenset[tuple[str, str]] = frozenset()
 
     @property
     def host_index(self) -> int:
