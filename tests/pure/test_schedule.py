@@ -159,12 +159,15 @@ def test_ids_are_read_just_before_what_they_select_goes_up(
     """The runner takes the ids asked for since the last upload for those of the next upload's layer."""
     n_asked = len(n_chunks) if schedule.order is Order.BREADTH_FIRST else 1
     asked: list[int] = []
+    written: tuple[Resource, ...] = ()
     for a in actions(layout, schedule, n_chunks):
         if a.verb is Verb.READ_IDS:
+            written = (*written, *a.writes) if asked else a.writes
             asked.append(a.layer)
         if a.verb is Verb.UPLOAD:
-            is_first = a.slab == 0 and policy_of(layout, schedule, a.layer) is Policy.SELECTED
-            assert asked == ([a.layer] * n_asked if is_first else [])
+            is_selected = policy_of(layout, schedule, a.layer) is Policy.SELECTED
+            assert asked == ([a.layer] * n_asked if is_selected and a.slab == 0 else [])
+            assert a.reads == (written if is_selected else ())
             asked.clear()
 
 
