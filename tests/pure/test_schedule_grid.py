@@ -90,14 +90,14 @@ def test_a_slab_goes_up_when_a_slot_is_free() -> None:
 
 def test_selected_reads_ids_first() -> None:
     assert_grid(
-        layout(1, n_layers=2),
+        layout(1, n_layers=1),
         WaveSchedule(Order.BREADTH_FIRST, Policy.SELECTED),
         2,
         """
-        device 0 compute     in     .      A0.0   A0.1   .      .      X0/0.0 X0/0.1 A1.0   A1.1   .      .      X1/0.0 X1/0.1 O.1    .
-        device 0 hand_off    .      h.0    h.1    i0.0   i0.1   .      .      .      .      i1.0   i1.1   .      .      .      .      D.1
-        device 0 upload      .      .      .      .      .      U0/0   .      .      .      .      .      U1/0   .      .      .      .
-        host compute         E.0    E.1    .      .      .      .      .      .      .      .      .      .      .      .      .      .
+        device 0 compute     in     .      A0.0   A0.1   .      .      X0/0.0 X0/0.1 O.1    .
+        device 0 hand_off    .      h.0    h.1    i0.0   i0.1   .      .      .      .      D.1
+        device 0 upload      .      .      .      .      .      U0/0   .      .      .      .
+        host compute         E.0    E.1    .      .      .      .      .      .      .      .
         """,
     )
 
