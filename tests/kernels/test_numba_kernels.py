@@ -13,7 +13,7 @@ import torch
 from overspill.gguf.types import TensorType
 from overspill.kernels.numba import experts, has_kernel, matmul
 from overspill.quant.dequant import dequantize
-from overspill.quant.experts import Activation
+from overspill.quant.experts import NO_VECTORS, Activation, ExpertVectors
 from overspill.quant.qtensor import QTensor
 from tests.kernels.weights import random_weight
 
@@ -31,15 +31,32 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got - expected).abs().max() / expected.abs().max())
 
 
-def silu_experts(x, gate, up, down, ids, weights, out, *, present=None):
-    """The specification, token by token in float64."""
-    g, u, d = (dequantize(w).double() for w in (gate, up, down))
-    total = out.double()
-    for t, (row, mix) in enumerate(zip(ids.tolist(), weights.double(), strict=True)):
+def oai(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
+ACTIVATIONS = {
+    Activation.SILU: lambda gate, up: torch.nn.functional.silu(gate) * up,
+    Activation.SWIGLU_OAI: oai,
+}
+
+
+def reference(layer: Layer, *, act=Activation.SILU, vectors=NO_VECTORS, present=None) -> torch.Tensor:
+    """The specification, pair by pair in float64."""
+    stacks = [dequantize(w).double() for w in layer.stacks()]
+    total = layer.start.double()
+
+    def product(part: int, e: int, x: torch.Tensor) -> torch.Tensor:
+        y = stacks[part][e] @ x
+        y = y if vectors.scales[part] is None else y * vectors.scales[part][e].double()
+        return y if vectors.biases[part] is None else y + vectors.biases[part][e].double()
+
+    for t, (row, mix) in enumerate(zip(layer.ids.tolist(), layer.weights.double(), strict=True)):
         for e, weight in zip(row, mix, strict=True):
             if present is None or e in present:
-                hidden = torch.nn.functional.silu(g[e] @ x[t].double()) * (u[e] @ x[t].double())
-                total[t] += weight * (d[e] @ hidden)
+                x = layer.x[t].double()
+                total[t] += weight * product(2, e, ACTIVATIONS[act](product(0, e, x), product(1, e, x)))
     return total
 
 
@@ -59,9 +76,10 @@ class Layer:
     def stacks(self) -> tuple[QTensor, QTensor, QTensor]:
         return self.gate, self.up, self.down
 
-    def run(self, tokens=slice(None)) -> torch.Tensor:
+    def run(self, tokens=slice(None), *, act=Activation.SILU, vectors=NO_VECTORS) -> torch.Tensor:
         out = self.start[tokens].clone()
-        experts(self.x[tokens], *self.stacks(), self.ids[tokens], self.weights[tokens], None, out, Activation.SILU)
+        ids, weights = self.ids[tokens], self.weights[tokens]
+        experts(self.x[tokens], *self.stacks(), ids, weights, None, out, act, vectors=vectors)
         return out
 
 
@@ -138,15 +156,36 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
 @pytest.mark.parametrize("n_tokens", [1, 40])
 def test_experts_equal_the_reference(type: TensorType, n_tokens: int) -> None:
     layer = Layer(type, n_tokens=n_tokens)
-    expected = silu_experts(layer.x, *layer.stacks(), layer.ids, layer.weights, layer.start)
+    expected = reference(layer)
     assert relative_error(layer.run(), expected) < TOLERANCE
 
 
 def test_experts_of_mixed_types_and_odd_sizes() -> None:
     layer = Layer(TensorType.F32, d=40, f=17, n_tokens=30, down_type=TensorType.F16)
-    expected = silu_experts(layer.x, *layer.stacks(), layer.ids, layer.weights, layer.start)
+    expected = reference(layer)
     assert relative_error(layer.run(), expected) < TOLERANCE
     assert torch.equal(layer.run(slice(0, 1)), layer.run()[:1])
+
+
+@pytest.mark.parametrize("act", list(Activation))
+@pytest.mark.parametrize(("has_scales", "has_biases"), [(False, False), (True, False), (False, True), (True, True)])
+def test_activations_scales_and_biases(act: Activation, has_scales: bool, has_biases: bool) -> None:
+    layer = Layer(TensorType.MXFP4, n=5, k=2, d=96, f=160, n_tokens=33)
+    random = torch.Generator().manual_seed(3)
+    scales = tuple(torch.rand(5, generator=random) + 0.5 for _ in range(3))
+    biases = tuple(torch.randn(5, n, generator=random) * 4 for n in (160, 160, 96))
+    none = (None, None, None)
+    vectors = ExpertVectors(biases=biases if has_biases else none, scales=scales if has_scales else none)
+    together = layer.run(act=act, vectors=vectors)
+    assert relative_error(together, reference(layer, act=act, vectors=vectors)) < TOLERANCE
+    assert torch.equal(layer.run(slice(4, 5), act=act, vectors=vectors), together[4:5])
+    assert torch.equal(layer.run(slice(9, 30), act=act, vectors=vectors), together[9:30])
+
+
+def test_biases_of_the_wrong_shape_are_refused() -> None:
+    layer = Layer(TensorType.Q8_0, n=2, k=1, d=32, f=64, n_tokens=3)
+    with pytest.raises(ValueError, match="scales and biases must be"):
+        layer.run(vectors=ExpertVectors(biases=(torch.zeros(2, 32), None, None)))
 
 
 def test_experts_give_a_token_the_same_bits_in_any_batch() -> None:
@@ -186,7 +225,7 @@ def test_absent_experts_add_nothing_and_slots_may_be_shuffled() -> None:
     slot_of[order] = np.arange(3)
     out = layer.start.clone()
     experts(layer.x, *stacks, layer.ids, layer.weights, slot_of, out, Activation.SILU)
-    expected = silu_experts(layer.x, *layer.stacks(), layer.ids, layer.weights, layer.start, present=set(order))
+    expected = reference(layer, present=set(order))
     assert relative_error(out, expected) < TOLERANCE
     out = layer.start.clone()
     experts(layer.x, *stacks, layer.ids, layer.weights, np.full(6, -1, np.int32), out, Activation.SILU)

@@ -220,12 +220,15 @@ class Emitter:
         """A constant with as many lanes as `vec`."""
         return self.vec(const_vec(F32, [value] * vec.value.type.count))
 
-    def clamp(self, x: Vec, low: float, high: float) -> Vec:
-        """x within [low, high]; NaN becomes `low`."""
-        b = self.builder
-        floor, ceiling = self.like(x, low).value, self.like(x, high).value
-        raised = b.select(b.fcmp_ordered(">", x.value, floor), x.value, floor)
-        return self.vec(b.select(b.fcmp_ordered("<", raised, ceiling), raised, ceiling))
+    def at_most(self, x: Vec, high: float) -> Vec:
+        """min(x, high); NaN stays NaN."""
+        ceiling = self.like(x, high)
+        return self.select(self.builder.fcmp_ordered(">", x.value, ceiling.value), ceiling, x)
+
+    def at_least(self, x: Vec, low: float) -> Vec:
+        """max(x, low); NaN becomes `low`."""
+        floor = self.like(x, low)
+        return self.select(self.builder.fcmp_ordered(">", x.value, floor.value), x, floor)
 
     def prefetch(self, pointer: ir.Value, offset: ir.Value | int) -> None:
         """Ask for the cache line; an address outside any memory is harmless."""

@@ -138,6 +138,7 @@ def _work_address() -> int:
             row, first = task // n_blocks * n_per_task, task % n_blocks * BLOCK_TOKENS
             n_rows, n_tokens = min(n_per_task, c.n_rows - row), min(BLOCK_TOKENS, c.n_tokens - first)
             inputs, outputs = c.inputs + 8 * first, c.outputs + 8 * first
-            _call_multiply(c.multiply, (c.matrix, 0, row, n_rows, 0, n_tokens, inputs, outputs, 0, STORE, scratch))
+            part, tokens = (c.matrix, 0, row, n_rows, 0, 0, 0), (n_tokens, inputs, outputs, 0)
+            _call_multiply(c.multiply, (*part, *tokens, STORE, scratch))
 
     return c_function(work_matmul, 2)

@@ -14,7 +14,7 @@ import numpy as np
 
 from overspill.gguf.types import TensorType
 from overspill.kernels.numba.decode import DECODERS
-from overspill.kernels.numba.finish import add_products, gate_silu, store_products
+from overspill.kernels.numba.finish import add_products, gate_silu, gate_swiglu_oai, store_products
 from overspill.kernels.numba.jit import inner
 from overspill.kernels.numba.leaf import (
     N_DECODE_ARGS,
@@ -38,8 +38,8 @@ from overspill.kernels.numba.target import (
 )
 from overspill.quant.qtensor import QTensor
 
-# What to do with a product v: `out = v`, `out += weight * v`, or an activation of `out` (the gate) times v.
-STORE, ADD, SILU = 0, 1, 2
+# What to do with a product v: `out = v`, `out += weight * v`, or an activation of `out` (the gate) and v (up).
+STORE, ADD, SILU, SWIGLU_OAI = 0, 1, 2, 3
 
 # A piece of a decoded tile must fit in the first-level cache next to the activations it meets.
 PIECE_ELEMENTS = 2048
@@ -79,13 +79,19 @@ class Rows(NamedTuple):
 
 
 class Part(NamedTuple):
-    """The rows of a matrix to multiply: their address, the first, how many; their end, and what is read after it."""
+    """The rows of a matrix to multiply: their address, the first, how many; their end, and what is read after it.
+
+    scale: address of a float that multiplies the products. biases: of floats, one for each row of the matrix, that
+    are added then. Either may be 0.
+    """
 
     address: int
     first_row: int
     n_rows: int
     end: int
     next_read: int
+    scale: int
+    biases: int
 
 
 class Tokens(NamedTuple):
@@ -97,7 +103,7 @@ class Tokens(NamedTuple):
     weights: int
 
 
-N_MULTIPLY_ARGS = 11
+N_MULTIPLY_ARGS = 13
 _read_rows = reader(Rows)
 _call_dot = caller(N_DOT_ARGS)
 _call_decode = caller(N_DECODE_ARGS)
@@ -122,19 +128,22 @@ def _inner_loops(type: TensorType) -> tuple[int, ...]:
 
 @cache
 def multiply_address() -> int:
-    """C function (rows, offset, first_row, n_rows, next_read, n_tokens, inputs, outputs, weights, then, scratch).
+    """C function: (rows, offset, first_row, n_rows, next_read, scale, biases), (n_tokens, inputs, outputs, weights),
+    then, scratch.
 
     Multiplies `n_rows` rows of the matrix `offset` bytes after the one described at `rows` with every token; product
-    (t, r) goes to float r of `outputs[t]`, as `then` says. next_read: address of what this thread will read next, or
-    0. scratch: SCRATCH_BYTES of the thread, aligned to 64.
+    (t, r), scaled and with its bias, see `Part`, goes to float r of `outputs[t]`, as `then` says. next_read: address
+    of what this thread will read next, or 0. scratch: SCRATCH_BYTES of the thread, aligned to 64.
     """
     digest = SOURCE_DIGEST
 
-    def multiply(rows, offset, first_row, n_rows, next_read, n_tokens, inputs, outputs, weights, then, scratch):
+    def multiply(
+        rows, offset, first_row, n_rows, next_read, scale, biases, n_tokens, inputs, outputs, weights, then, scratch
+    ):
         _ = digest
         matrix = _read_rows(rows)
         start = matrix.address + offset + first_row * matrix.row_bytes
-        part = Part(start, first_row, n_rows, start + n_rows * matrix.row_bytes, next_read)
+        part = Part(start, first_row, n_rows, start + n_rows * matrix.row_bytes, next_read, scale, biases)
         for first in range(0, n_tokens, BLOCK_TOKENS):
             n = min(BLOCK_TOKENS, n_tokens - first)
             tokens = Tokens(n, inputs + 8 * first, outputs + 8 * first, weights + 4 * first)
@@ -174,7 +183,7 @@ def _dot_rows(matrix, part, first_row, tokens, first, kind, then, scratch):
             ahead = part.next_read + (ahead - part.end) if part.next_read != 0 else at
         _call_dot(dot, (at, matrix.row_bytes, n, matrix.n_units, ahead, pointers, products + 4 * row))
     for i in range(min(n_tokens, tokens.n - first)):
-        _finish(tokens, first + i, part.first_row + first_row, n_rows, products + i * TILE_ROWS * 4, then, scratch)
+        _finish(part, first_row, n_rows, tokens, first + i, products + i * TILE_ROWS * 4, then, scratch)
 
 
 @inner
@@ -192,11 +201,11 @@ def _by_tiles(matrix, part, tokens, then, scratch):
             _call_decode(matrix.decode, (at, matrix.row_bytes, n, first_unit, n_units, tail_bytes, scratch))
             n_elements = n_units * matrix.unit_elements + (UNIT_ELEMENTS if tail_bytes else 0)
             span = (first_unit * matrix.unit_elements, n_elements, np.int64(piece == 0), np.int64(is_last))
-            _multiply_piece(matrix, span, part.first_row + row, n, tokens, then, scratch)
+            _multiply_piece(matrix, span, part, row, n, tokens, then, scratch)
 
 
 @inner
-def _multiply_piece(matrix, span, first_row, n_rows, tokens, then, scratch):
+def _multiply_piece(matrix, span, part, first_row, n_rows, tokens, then, scratch):
     """A decoded piece times all tokens of a block; span: first element, number of them, is first, is last."""
     first_element, n_elements, is_first, is_last = span
     pointers, products = scratch + _POINTERS, scratch + _PRODUCTS
@@ -209,12 +218,19 @@ def _multiply_piece(matrix, span, first_row, n_rows, tokens, then, scratch):
         _call_tile(tile, (scratch, n_elements // LANES, pointers, sums, products, is_first, is_last))
         if is_last:
             for i in range(n):
-                _finish(tokens, first + i, first_row, n_rows, products + i * TILE_ROWS * 4, then, scratch)
+                _finish(part, first_row, n_rows, tokens, first + i, products + i * TILE_ROWS * 4, then, scratch)
 
 
 @inner
-def _finish(tokens, i_token, row, n_rows, products, then, scratch):
+def _finish(part, first_row, n_rows, tokens, i_token, products, then, scratch):
     """Finish one token's products; fewer than TILE_ROWS of them take a way round through the scratch."""
+    row = part.first_row + first_row
+    if part.scale != 0:
+        for i in range(n_rows):
+            store_f32(products, i, load_f32(products, i) * load_f32(part.scale, 0))
+    if part.biases != 0:
+        for i in range(n_rows):
+            store_f32(products, i, load_f32(products, i) + load_f32(part.biases, row + i))
     out = load_i64(tokens.outputs, i_token) + 4 * row
     if n_rows == TILE_ROWS:
         _finish_row(out, products, tokens, i_token, then)
@@ -233,5 +249,7 @@ def _finish_row(out, products, tokens, i_token, then):
         store_products(out, products)
     elif then == ADD:
         add_products(out, products, load_f32(tokens.weights, i_token))
-    else:
+    elif then == SILU:
         gate_silu(out, products)
+    else:
+        gate_swiglu_oai(out, products)

@@ -1,0 +1,220 @@
+"""The compiled parts of `experts`: grouping, gate and up, down.
+
+First the (token, expert) pairs are grouped by expert. Then threads take tasks: (expert, some rows of gate and up),
+which leave the gated activations of every pair in a buffer; and after that (some rows of down), which go through
+the experts in ascending order and add to the output. So every output number is made by one thread, in an order
+that depends neither on the threads nor on which other experts are there: a layer may be cut into slabs of
+ascending experts, run one after the other, and gives the same bits.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from overspill.kernels.numba.jit import inner
+from overspill.kernels.numba.matmul import rows_per_task
+from overspill.kernels.numba.memory import load_f32, load_i32, load_i64, next_number, reader, store_f32, store_i64
+from overspill.kernels.numba.native import c_function, caller
+from overspill.kernels.numba.panel import ADD, N_MULTIPLY_ARGS, SCRATCH_BYTES, STORE, Rows
+from overspill.kernels.numba.target import SOURCE_DIGEST
+
+
+class Call(NamedTuple):
+    """What the threads read: counts, addresses, strides in bytes; arrays are of int64 unless said otherwise.
+
+    i_task_hidden, i_task_down: the next task of each part. is_wrong: set if an id or a slot was out of range.
+    ids, slot_of: int32; slot_of is 0 for "expert e is in slot e". then: what to do with the up products.
+    gate, up, down: descriptions of the stacks (`panel.Rows`).
+    scales, biases: float32, one of each or one row of each per expert of the layer, or 0.
+    Groups of pairs with the same expert, ascending: first[g] is the first pair of group g, slots[g] the slot,
+    members[g] the expert; ends[e] is where the next pair of expert e goes. Of every pair, in that order: the rows
+    of input, hidden activations and output, and the weight (float32).
+    """
+
+    i_task_hidden: int
+    i_task_down: int
+    is_wrong: int
+    n_groups: int
+    n_tokens: int
+    n_used: int
+    n_experts: int
+    n_slots: int
+    n_hidden: int
+    n_model: int
+    then: int
+    n_threads: int
+    ids: int
+    weights: int
+    slot_of: int
+    x: int
+    x_stride: int
+    out: int
+    out_stride: int
+    hidden: int
+    hidden_stride: int
+    multiply: int
+    gate: int
+    up: int
+    down: int
+    gate_scales: int
+    up_scales: int
+    down_scales: int
+    gate_biases: int
+    up_biases: int
+    down_biases: int
+    first: int
+    slots: int
+    members: int
+    ends: int
+    pair_inputs: int
+    pair_hidden: int
+    pair_outputs: int
+    pair_weights: int
+    scratch: int
+
+
+_I_TASK_HIDDEN, _I_TASK_DOWN, IS_WRONG, _N_GROUPS = range(4)
+_read_call = reader(Call)
+_read_rows = reader(Rows)
+_call_multiply = caller(N_MULTIPLY_ARGS)
+
+
+@cache
+def group_address() -> int:
+    digest = SOURCE_DIGEST
+
+    def group_experts(call, i_thread):
+        """Counting sort of the pairs by expert; within one, tokens ascend."""
+        _ = digest
+        c = _read_call(call)
+        for e in range(c.n_experts):
+            store_i64(c.ends, e, 0)
+        for pair in range(c.n_tokens * c.n_used):
+            expert = load_i32(c.ids, pair)
+            slot = _slot(expert, c)
+            if slot == -2:
+                store_i64(call, IS_WRONG, 1)
+                return
+            if slot >= 0:
+                store_i64(c.ends, expert, load_i64(c.ends, expert) + 1)
+        store_i64(call, _N_GROUPS, _place_groups(c))
+        for pair in range(c.n_tokens * c.n_used):
+            expert = load_i32(c.ids, pair)
+            if _slot(expert, c) >= 0:
+                i = load_i64(c.ends, expert)
+                store_i64(c.ends, expert, i + 1)
+                _place_pair(pair, i, c)
+
+    return c_function(group_experts, 2)
+
+
+@inner
+def _slot(expert, c):
+    """Slot of an expert, -1 if absent, -2 if there is no such expert or slot."""
+    if expert < 0 or expert >= c.n_experts:
+        return -2
+    if c.slot_of == 0:
+        return expert
+    slot = load_i32(c.slot_of, expert)
+    return slot if slot < c.n_slots else -2
+
+
+@inner
+def _place_groups(c):
+    """From the number of pairs in ends[e] to the groups; ends[e] becomes the first pair. Returns their number."""
+    n_groups, n_placed = 0, 0
+    for e in range(c.n_experts):
+        n = load_i64(c.ends, e)
+        store_i64(c.ends, e, n_placed)
+        if n:
+            store_i64(c.first, n_groups, n_placed)
+            store_i64(c.slots, n_groups, _slot(e, c))
+            store_i64(c.members, n_groups, e)
+            n_groups += 1
+            n_placed += n
+    store_i64(c.first, n_groups, n_placed)
+    return n_groups
+
+
+@inner
+def _place_pair(pair, i, c):
+    token = pair // c.n_used
+    hidden = c.hidden + i * c.hidden_stride
+    store_i64(c.pair_inputs, i, c.x + token * c.x_stride)
+    store_i64(c.pair_hidden, i, hidden)
+    store_i64(c.pair_outputs, i, c.out + token * c.out_stride)
+    store_f32(c.pair_weights, i, load_f32(c.weights, pair))
+    for element in range(c.n_hidden, c.hidden_stride // 4):
+        store_f32(hidden, element, np.float32(0))
+
+
+@inner
+def _of_expert(address, index, n):
+    """Address of entry or row `index` of float32 arrays, 0 if there are none."""
+    return address + 4 * index * n if address != 0 else 0
+
+
+@cache
+def hidden_address() -> int:
+    digest = SOURCE_DIGEST
+
+    def hidden_of_experts(call, i_thread):
+        """Gate and up rows of one expert after the other: the gated activations of every pair."""
+        _ = digest
+        c = _read_call(call)
+        gate, up = _read_rows(c.gate), _read_rows(c.up)
+        scratch = c.scratch + i_thread * SCRATCH_BYTES
+        n_per_task = rows_per_task(c.n_hidden, max(c.n_groups, 1), c.n_threads)
+        n_parts = (c.n_hidden + n_per_task - 1) // n_per_task
+        while True:
+            task = next_number(call + 8 * _I_TASK_HIDDEN)
+            if task >= c.n_groups * n_parts:
+                break
+            group, row = task // n_parts, task % n_parts * n_per_task
+            n_rows = min(n_per_task, c.n_hidden - row)
+            first, i_row = load_i64(c.first, group), load_i64(c.slots, group) * c.n_hidden
+            n, inputs = load_i64(c.first, group + 1) - first, c.pair_inputs + 8 * first
+            hidden = c.pair_hidden + 8 * first
+            up_row, e = up.address + (i_row + row) * up.row_bytes, load_i64(c.members, group)
+            tokens = (n, inputs, hidden, 0)
+            part = (c.gate, i_row * gate.row_bytes, row, n_rows, up_row)
+            adjust = (_of_expert(c.gate_scales, e, 1), _of_expert(c.gate_biases, e, c.n_hidden))
+            _call_multiply(c.multiply, (*part, *adjust, *tokens, STORE, scratch))
+            part = (c.up, i_row * up.row_bytes, row, n_rows, 0)
+            adjust = (_of_expert(c.up_scales, e, 1), _of_expert(c.up_biases, e, c.n_hidden))
+            _call_multiply(c.multiply, (*part, *adjust, *tokens, c.then, scratch))
+
+    return c_function(hidden_of_experts, 2)
+
+
+@cache
+def down_address() -> int:
+    digest = SOURCE_DIGEST
+
+    def down_of_experts(call, i_thread):
+        """Some rows of every expert's down matrix, experts ascending, added to the output."""
+        _ = digest
+        c = _read_call(call)
+        down = _read_rows(c.down)
+        scratch = c.scratch + i_thread * SCRATCH_BYTES
+        n_per_task = rows_per_task(c.n_model, 1, c.n_threads)
+        while True:
+            row = next_number(call + 8 * _I_TASK_DOWN) * n_per_task
+            if row >= c.n_model:
+                break
+            n_rows = min(n_per_task, c.n_model - row)
+            for group in range(c.n_groups):
+                first, i_row = load_i64(c.first, group), load_i64(c.slots, group) * c.n_model
+                n, weights = load_i64(c.first, group + 1) - first, c.pair_weights + 4 * first
+                next_read = 0
+                if group + 1 < c.n_groups:
+                    next_read = down.address + (load_i64(c.slots, group + 1) * c.n_model + row) * down.row_bytes
+                part, e = (c.down, i_row * down.row_bytes, row, n_rows, next_read), load_i64(c.members, group)
+                adjust = (_of_expert(c.down_scales, e, 1), _of_expert(c.down_biases, e, c.n_model))
+                tokens = (n, c.pair_hidden + 8 * first, c.pair_outputs + 8 * first, weights)
+                _call_multiply(c.multiply, (*part, *adjust, *tokens, ADD, scratch))
+
+    return c_function(down_of_experts, 2)
