@@ -78,6 +78,7 @@ def load(
     loader.fill_host_experts(n_threads)
     embedding = loader.block(devices.all[layout.embed_device], [top["token_embd.weight"]])
     head = loader.block(devices.all[layout.output_device], _head(top), tied="output.weight" not in top)
+    loader.free_ring()
     return Loaded(make_model(hp, embedding, blocks, head), host_experts)
 
 
@@ -174,11 +175,18 @@ class _Loader:
         self._ring.send(target, raw)
         return target.raw()
 
+    def free_ring(self) -> None:
+        """Give back what only loading needed."""
+        if self._ring is not None:
+            self._ring.free()
+            self._ring = None
+
 
 class _Ring:
     """Two pinned chunks through which weights travel to accelerators."""
 
     def __init__(self, devices: Devices) -> None:
+        self._host = devices.host
         self._chunks = [devices.host.allocate_pinned(_RING_BYTES, name=f"load{i}") for i in range(2)]
         self._busy: list[Event | None] = [None, None]
         self._i = 0
@@ -190,6 +198,11 @@ class _Ring:
             piece = raw[first : first + _RING_BYTES]
             self._put(target, stream_offset=first, piece=piece)
         stream.record().wait_host()
+
+    def free(self) -> None:
+        """Give the memory back; every `send` has ended."""
+        for chunk in self._chunks:
+            self._host.free(chunk)
 
     def _put(self, target: Buffer, *, stream_offset: int, piece: torch.Tensor) -> None:
         i, self._i = self._i, 1 - self._i
