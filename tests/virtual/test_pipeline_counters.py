@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 
 import pytest
 
+from overspill.device.base import MemoryKind
 from overspill.device.lane import Lane
 from overspill.pipeline.schedule import Order, Policy
 from overspill.pipeline.wave import Ubatch, Wave
@@ -111,6 +112,16 @@ def test_no_request_allocates_or_synchronises(shape: Shape) -> None:
         assert [device.counters.n_allocations for device in p.devices.all] == [0] * (shape.n_devices + 1)
         assert [device.counters.n_device_syncs for device in p.devices.all] == [0] * (shape.n_devices + 1)
         assert [device.peak_bytes for device in p.devices.all] == peaks
+
+
+@pytest.mark.parametrize("shape", [Shape(2, slab_experts=3), Shape(3, host_layers="none", embeds=True)], ids=str)
+def test_loading_leaves_no_memory_of_its_own(shape: Shape) -> None:
+    """What is held is what runs use, and the weights."""
+    with open_pipe(shape) as p:
+        for device in p.devices.all:
+            held = device.allocated_bytes
+            used = sum(b.n_bytes for b in p.buffers() if b.device is device)
+            assert sum(held.values()) - held[MemoryKind.WEIGHTS] == used
 
 
 def test_a_wave_in_flight_makes_the_host_wait_for_its_logits_alone() -> None:
