@@ -31,7 +31,7 @@ from overspill.gguf.source import ModelSource
 from overspill.kernels import Ops, cpu
 from overspill.models.base import HParams, TensorSpec
 from overspill.models.check import has_tokenizer, tokenizer_of, understand
-from overspill.models.describe import model_shape
+from overspill.models.describe import dense_wide_bytes, model_shape
 from overspill.options import Options, options_from
 from overspill.pipeline.choose import choose
 from overspill.pipeline.memory import Memory, Precision, Sizes
@@ -50,6 +50,7 @@ Progress = Callable[[int, int], None]
 _GPU = "cuda"
 _MADE_OF_THREADS = ("virtual:", "null:")
 _RESERVE_BYTES = 1 << 30
+_DENSE_SHARE = 0.2
 
 
 class Completion(NamedTuple):
@@ -82,7 +83,7 @@ class LLM:
         precision = precision_on(machine)
         shape = shape_for(machine, self.source, self.hparams, specs)
         self.plan = choose(shape, machine, self.options, widen=has_gpus(machine))
-        done = _counter(progress, shape.total_bytes)
+        done = _counter(progress, sum(self.source.tensors[spec.name].n_bytes for spec in specs))
         with ExitStack() as on_failure:
             self.devices = open_for(self.options)
             on_failure.callback(self.devices.close)
@@ -98,6 +99,7 @@ class LLM:
                 ops_for(self.devices),
                 is_on_host=lambda name: placed.home[name] == host,
                 progress=done,
+                widens_dense=widens_dense(machine, self.source, specs),
             )
             self.sizes = Sizes.of_plan(placed.n_ubatch, placed.n_wave, self.options.n_parallel, placed.n_ctx)
             memory = Memory(self.devices, layout, self.hparams, self.sizes, placed.staging, precision)
@@ -299,8 +301,20 @@ def precision_on(machine: Machine) -> Precision:
 
 def shape_for(machine: Machine, source: ModelSource, hparams: HParams, specs: Sequence[TensorSpec]) -> ModelShape:
     """A model's sizes and costs as this machine would hold it."""
-    n_bytes = precision_on(machine).kv.itemsize
-    return model_shape(source.name, hparams, specs, source.tensors, kv_value_bytes=n_bytes)
+    return model_shape(
+        source.name,
+        hparams,
+        specs,
+        source.tensors,
+        kv_value_bytes=precision_on(machine).kv.itemsize,
+        widens_dense=widens_dense(machine, source, specs),
+    )
+
+
+def widens_dense(machine: Machine, source: ModelSource, specs: Sequence[TensorSpec]) -> bool:
+    """Whether GPUs hold dense matrices in bfloat16: where these take a small part of their memory."""
+    n_bytes = dense_wide_bytes(specs, source.tensors)
+    return has_gpus(machine) and n_bytes <= _DENSE_SHARE * sum(device.free_bytes for device in machine.devices)
 
 
 def ops_for(devices: Devices) -> Callable[[Device], Ops]:

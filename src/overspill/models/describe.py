@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from overspill.gguf.tensors import TensorInfo
+from overspill.gguf.types import TensorType
 from overspill.models.specs.base import HParams, TensorSpec
 from overspill.placement.shape import ModelShape, Role, role_of, sized_tensors
 
@@ -17,11 +18,13 @@ def model_shape(
     tensors: Mapping[str, TensorInfo],
     *,
     kv_value_bytes: int = 4,
+    widens_dense: bool = False,
 ) -> ModelShape:
     """Sizes and costs of a model from the tensors it loads.
 
     A product of a `[N, K]` weight with one token takes 2 N K FLOP; of routed experts a token meets K of E.
-    kv_value_bytes: of a key or value in the cache. Attention is priced as if every layer saw all of them.
+    kv_value_bytes: of a key or value in the cache. widens_dense: dense matrices are held in bfloat16. Attention is
+    priced as if every layer saw all keys.
     """
     kv = [hp.kv_shape(i) for i in range(hp.n_layer)]
     flops, experts = [0.0] * hp.n_layer, [0] * hp.n_layer
@@ -31,7 +34,7 @@ def model_shape(
             share = hp.n_expert_used / hp.n_expert if role is Role.EXPERT else 1.0
             flops[i_layer] += 2.0 * prod(spec.shape) * share
             experts[i_layer] += prod(spec.shape) // hp.n_expert if role is Role.EXPERT else 0
-    sizes = ((spec.name, tensors[spec.name].n_bytes) for spec in specs)
+    sizes = ((spec.name, _held_bytes(tensors[spec.name], widens_dense=widens_dense)) for spec in specs)
     return ModelShape(
         name=name,
         arch=hp.arch,
@@ -49,3 +52,18 @@ def model_shape(
         output_flops=2.0 * hp.n_vocab * hp.n_embd,
         expert_values=max(experts) if hp.n_expert else 0,
     )
+
+
+def is_widened(info: TensorInfo) -> bool:
+    """Whether a tensor is a quantised dense matrix of a layer: few bytes, read by every ubatch, better bfloat16."""
+    is_dense = info.name.startswith("blk.") and info.name.endswith(".weight") and len(info.shape) == 2
+    return is_dense and info.type not in (TensorType.F32, TensorType.BF16)
+
+
+def dense_wide_bytes(specs: Sequence[TensorSpec], tensors: Mapping[str, TensorInfo]) -> int:
+    """What the matrices that `is_widened` names take in bfloat16."""
+    return sum(2 * prod(spec.shape) for spec in specs if is_widened(tensors[spec.name]))
+
+
+def _held_bytes(info: TensorInfo, *, widens_dense: bool) -> int:
+    return 2 * prod(info.shape) if widens_dense and is_widened(info) else info.n_bytes

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import torch
@@ -19,11 +20,14 @@ from numpy.typing import NDArray
 from overspill.device.base import Buffer, Device, Devices, Event, MemoryKind, Part
 from overspill.device.lane import Lane
 from overspill.gguf.source import ModelSource
+from overspill.gguf.tensors import TensorInfo
+from overspill.gguf.types import TensorType
 from overspill.kernels import Ops
 from overspill.models.base import Block, HParams, Model, TensorSpec
+from overspill.models.describe import is_widened
 from overspill.models.layers import PARTS, expert_vectors
 from overspill.pipeline.split import Layout
-from overspill.pipeline.upload import HostExperts, HostPart
+from overspill.pipeline.upload import WIDE_VALUE_BYTES, HostExperts, HostPart
 from overspill.quant.dequant import dequantize
 from overspill.quant.experts import ExpertVectors
 from overspill.quant.qtensor import QTensor
@@ -51,13 +55,15 @@ def load(
     is_on_host: Callable[[str], bool] = lambda name: True,
     progress: Callable[[int], None] = lambda n_bytes: None,
     n_threads: int = 4,
+    widens_dense: bool = False,
 ) -> Loaded:
     """Read all tensors of `specs` (those the file has).
 
     is_on_host: which expert tensors of a layer with host experts stay there. progress: called with the bytes of each
-    tensor done. n_threads: read experts that stay in host RAM.
+    tensor done. n_threads: read experts that stay in host RAM. widens_dense: dense matrices of accelerators become
+    bfloat16 here (see `models.describe.is_widened`), where their kernels can.
     """
-    loader = _Loader(source, devices, ops_of, progress)
+    loader = _Loader(source, devices, ops_of, progress, widens_dense=widens_dense)
     by_layer: list[list[TensorSpec]] = [[] for _ in range(hp.n_layer)]
     top: dict[str, TensorSpec] = {}
     for spec in specs:
@@ -98,8 +104,15 @@ def _vectors(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
 
 class _Loader:
     def __init__(
-        self, source: ModelSource, devices: Devices, ops_of: Callable[[Device], Ops], progress: Callable[[int], None]
+        self,
+        source: ModelSource,
+        devices: Devices,
+        ops_of: Callable[[Device], Ops],
+        progress: Callable[[int], None],
+        *,
+        widens_dense: bool,
     ) -> None:
+        self._widens_dense = widens_dense
         self._source = source
         self._devices = devices
         self._ops_of = ops_of
@@ -156,9 +169,28 @@ class _Loader:
     def _matrix(self, device: Device, spec: TensorSpec) -> QTensor:
         info = self._source.tensors[spec.name]
         raw = _tensor(self._source.bytes_of(spec.name))
-        if not device.is_host:
-            raw = self._send(device, raw, spec.name)
-        return QTensor.from_bytes(raw, info.type, info.shape)
+        if device.is_host:
+            return QTensor.from_bytes(raw, info.type, info.shape)
+        plain = self._ops_of(device).plain
+        if self._widens_dense and plain is not None and is_widened(info):
+            return self._plain(device, raw, info, plain)
+        return QTensor.from_bytes(self._send(device, raw, spec.name), info.type, info.shape)
+
+    def _plain(
+        self, device: Device, raw: torch.Tensor, info: TensorInfo, plain: Callable[[QTensor, QTensor], None]
+    ) -> QTensor:
+        """A matrix in bfloat16; its blocks are on the device only for as long as it takes."""
+        n_bytes = prod(info.shape) * WIDE_VALUE_BYTES
+        target = device.allocate((n_bytes,), torch.uint8, kind=MemoryKind.WEIGHTS, name=info.name)
+        blocks = device.allocate((raw.numel(),), torch.uint8, kind=MemoryKind.STAGING, name=info.name)
+        self._send_into(blocks, raw)
+        source = QTensor.from_bytes(blocks.raw(), info.type, info.shape)
+        wide = QTensor.from_bytes(target.raw(), TensorType.BF16, info.shape)
+        stream = device.stream(Lane.COMPUTE)
+        stream.launch(lambda: plain(source, wide), label=f"load {info.name}", reads=(blocks,), writes=(target,))
+        stream.record().wait_host()
+        device.free(blocks)
+        return wide
 
     def _vector(self, device: Device, spec: TensorSpec) -> torch.Tensor:
         info = self._source.tensors[spec.name]
@@ -170,10 +202,13 @@ class _Loader:
 
     def _send(self, device: Device, raw: torch.Tensor, name: str) -> torch.Tensor:
         target = device.allocate((raw.numel(),), torch.uint8, kind=MemoryKind.WEIGHTS, name=name)
+        self._send_into(target, raw)
+        return target.raw()
+
+    def _send_into(self, target: Buffer, raw: torch.Tensor) -> None:
         if self._ring is None:
             self._ring = _Ring(self._devices)
         self._ring.send(target, raw)
-        return target.raw()
 
     def free_ring(self) -> None:
         """Give back what only loading needed."""

@@ -22,7 +22,7 @@ from overspill.kernels.triton.linear import LinearOp, embed
 from overspill.kernels.triton.moe import MoeOp
 from overspill.kernels.triton.norm import rms_norm, swiglu
 from overspill.kernels.triton.routing import Choice, pick_experts, route
-from overspill.kernels.triton.wide import wide_bytes, widen, widen_into
+from overspill.kernels.triton.wide import plain_into, wide_bytes, widen, widen_into
 from overspill.kernels.triton.workspace import Workspace, workspace_bytes
 
 __all__ = [
@@ -82,6 +82,7 @@ def make_ops(
         swiglu=partial(swiglu, dtype=dtype),
         experts=MoeOp(workspace, dtype, may_use_torch=has_torch_products and dtype == torch.bfloat16),
         widen=widen_into,
+        plain=plain_into,
         normed_dtype=dtype,
         kv_dtype=dtype,
     )

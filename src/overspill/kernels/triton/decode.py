@@ -65,22 +65,34 @@ def q8_0(src, table, block, part, j):
 
 
 @triton.jit
-def _nibble(src, at, shift, j):
-    """4 bits of the 16 bytes at `at [R]`, shifted by `shift [R]`."""
-    return (_byte(src, at[:, None] + j[None, :]) >> shift[:, None]) & 15
+def _pairs(src, at):
+    """The 16 bytes at `at [R]` as 8 words of two, in int32."""
+    return _u16(src, at[:, None] + 2 * tl.arange(0, 8)[None, :])
+
+
+@triton.jit
+def _bytes(words):
+    """Words `[R, 8]` of two bytes -> `[R, 16]`."""
+    return tl.reshape(tl.join(words & 0xFF, words >> 8), [words.shape[0], 16])
+
+
+@triton.jit
+def _nibbles(src, at, shift):
+    """4 bits, from bit `shift [R]` on, of the 16 bytes at `at [R]`, as words."""
+    return (_pairs(src, at) >> shift[:, None]) & 0x0F0F
 
 
 @triton.jit
 def q4_0(src, table, block, part, j):
     at = block * 18
-    q = _nibble(src, at + 2, part * 4, j) - 8
+    q = _bytes(_nibbles(src, at + 2, part * 4)) - 8
     return _f16(src, at)[:, None] * q.to(tl.float32)
 
 
 @triton.jit
 def q4_1(src, table, block, part, j):
     at = block * 20
-    q = _nibble(src, at + 4, part * 4, j)
+    q = _bytes(_nibbles(src, at + 4, part * 4))
     return _f16(src, at)[:, None] * q.to(tl.float32) + _f16(src, at + 2)[:, None]
 
 
@@ -93,21 +105,21 @@ def _fifth_bit(src, at, part, j):
 @triton.jit
 def q5_0(src, table, block, part, j):
     at = block * 22
-    q = (_nibble(src, at + 6, part * 4, j) | _fifth_bit(src, at + 2, part, j)) - 16
+    q = (_bytes(_nibbles(src, at + 6, part * 4)) | _fifth_bit(src, at + 2, part, j)) - 16
     return _f16(src, at)[:, None] * q.to(tl.float32)
 
 
 @triton.jit
 def q5_1(src, table, block, part, j):
     at = block * 24
-    q = _nibble(src, at + 8, part * 4, j) | _fifth_bit(src, at + 4, part, j)
+    q = _bytes(_nibbles(src, at + 8, part * 4)) | _fifth_bit(src, at + 4, part, j)
     return _f16(src, at)[:, None] * q.to(tl.float32) + _f16(src, at + 2)[:, None]
 
 
 @triton.jit
 def iq4_nl(src, table, block, part, j):
     at = block * 18
-    return _f16(src, at)[:, None] * tl.load(table + _nibble(src, at + 2, part * 4, j))
+    return _f16(src, at)[:, None] * tl.load(table + _bytes(_nibbles(src, at + 2, part * 4)))
 
 
 @triton.jit
@@ -116,16 +128,15 @@ def mxfp4(src, table, block, part, j):
     e = _byte(src, at)
     # 2^(e - 128) from its bits; the two smallest are subnormal.
     bits = tl.where(e < 2, 0x00200000 << (e & 1), (e - 1) << 23)
-    values = tl.load(table + _nibble(src, at + 1, part * 4, j))
+    values = tl.load(table + ((_byte(src, (at + 1)[:, None] + j[None, :]) >> (part * 4)[:, None]) & 15))
     return bits.to(tl.float32, bitcast=True)[:, None] * values
 
 
 @triton.jit
-def _two_bits(src, at, part, j):
-    """2 bits of the 64 bytes at `at [R]`: per half of 32 bytes, 4 fields, field-major."""
-    first = at + (part // 8) * 32 + (part % 2) * 16
-    shift = (part // 2 % 4) * 2
-    return (_byte(src, first[:, None] + j[None, :]) >> shift[:, None]) & 3
+def _two_bits(src, at, part):
+    """2 bits of the 64 bytes at `at [R]`, as words: per half of 32 bytes, 4 fields, field-major."""
+    shift = part // 2 % 4 * 2
+    return (_pairs(src, at + part // 8 * 32 + part % 2 * 16) >> shift[:, None]) & 0x0303
 
 
 @triton.jit
@@ -134,7 +145,7 @@ def q2_k(src, table, block, part, j):
     scale = _byte(src, at + part)
     step = _f16(src, at + 80) * (scale & 15).to(tl.float32)
     floor = _f16(src, at + 82) * (scale >> 4).to(tl.float32)
-    q = _two_bits(src, at + 16, part, j)
+    q = _bytes(_two_bits(src, at + 16, part))
     return step[:, None] * q.to(tl.float32) - floor[:, None]
 
 
@@ -144,8 +155,8 @@ def q3_k(src, table, block, part, j):
     low = _byte(src, at + 96 + part % 8) >> (part // 8 * 4)
     high = _byte(src, at + 104 + part % 4) >> (part // 4 * 2)
     scale = ((low & 15) | ((high & 3) << 4)) - 32
-    mask = _byte(src, (at + part % 2 * 16)[:, None] + j[None, :]) >> (part // 2)[:, None]
-    q = _two_bits(src, at + 32, part, j) + ((mask & 1) << 2) - 4
+    mask = _pairs(src, at + part % 2 * 16) >> (part // 2)[:, None]
+    q = _bytes(_two_bits(src, at + 32, part) | ((mask & 0x0101) << 2)) - 4
     return (_f16(src, at + 108) * scale.to(tl.float32))[:, None] * q.to(tl.float32)
 
 
@@ -162,24 +173,24 @@ def _k_step_and_floor(src, at, part):
 
 
 @triton.jit
-def _k_nibble(src, at, part, j):
-    """4 bits of the 128 bytes at `at [R]`: of each run of 32 bytes first the low ones, then the high ones."""
-    return _nibble(src, at + part // 4 * 32 + part % 2 * 16, part // 2 % 2 * 4, j)
+def _k_nibbles(src, at, part):
+    """4 bits of the 128 bytes at `at [R]`, as words: of each run of 32 bytes first the low ones, then the high ones."""
+    return _nibbles(src, at + part // 4 * 32 + part % 2 * 16, part // 2 % 2 * 4)
 
 
 @triton.jit
 def q4_k(src, table, block, part, j):
     at = block * 144
     step, floor = _k_step_and_floor(src, at, part)
-    return step[:, None] * _k_nibble(src, at + 16, part, j).to(tl.float32) - floor[:, None]
+    return step[:, None] * _bytes(_k_nibbles(src, at + 16, part)).to(tl.float32) - floor[:, None]
 
 
 @triton.jit
 def q5_k(src, table, block, part, j):
     at = block * 176
     step, floor = _k_step_and_floor(src, at, part)
-    high = _byte(src, (at + 16 + part % 2 * 16)[:, None] + j[None, :]) >> (part // 2)[:, None]
-    q = _k_nibble(src, at + 48, part, j) | ((high & 1) << 4)
+    high = _pairs(src, at + 16 + part % 2 * 16) >> (part // 2)[:, None]
+    q = _bytes(_k_nibbles(src, at + 48, part) | ((high & 0x0101) << 4))
     return step[:, None] * q.to(tl.float32) - floor[:, None]
 
 
@@ -187,9 +198,9 @@ def q5_k(src, table, block, part, j):
 def q6_k(src, table, block, part, j):
     at = block * 210
     half, field, sixteen = part // 8, part // 2 % 4, part % 2 * 16
-    low = _nibble(src, at + half * 64 + field % 2 * 32 + sixteen, field // 2 * 4, j)
-    high = _byte(src, (at + 128 + half * 32 + sixteen)[:, None] + j[None, :]) >> (field * 2)[:, None]
-    q = (low | ((high & 3) << 4)) - 32
+    low = _nibbles(src, at + half * 64 + field % 2 * 32 + sixteen, field // 2 * 4)
+    high = _pairs(src, at + 128 + half * 32 + sixteen) >> (field * 2)[:, None]
+    q = _bytes(low | ((high & 0x0303) << 4)) - 32
     scale = tl.load(src.to(tl.pointer_type(tl.int8)) + at + 192 + part).to(tl.float32)
     return (_f16(src, at + 208) * scale)[:, None] * q.to(tl.float32)
 
@@ -201,7 +212,7 @@ def iq4_xs(src, table, block, part, j):
     low = _byte(src, at + 4 + g // 2) >> (g % 2 * 4)
     high = _u16(src, at + 2) >> (g * 2)
     scale = ((low & 15) | ((high & 3) << 4)) - 32
-    q = _nibble(src, at + 8 + g * 16, part % 2 * 4, j)
+    q = _bytes(_nibbles(src, at + 8 + g * 16, part % 2 * 4))
     return (_f16(src, at) * scale.to(tl.float32))[:, None] * tl.load(table + q)
 
 

@@ -41,9 +41,14 @@ def widen(weights: ExpertWeights, buffer: torch.Tensor, *, dtype: torch.dtype = 
 def widen_into(source: ExpertWeights, target: ExpertWeights) -> None:
     """Dequantise all experts of `source` into the plain stacks of `target`, which has the same shapes."""
     for q, stack in zip(source.parts, target.parts, strict=True):
-        view = plain_view(stack, torch.bfloat16)
-        assert view is not None
-        dequantize_into(q, view)
+        plain_into(q, stack)
+
+
+def plain_into(source: QTensor, target: QTensor) -> None:
+    """Dequantise a matrix, or a stack of them, into one of bfloat16."""
+    view = plain_view(target, torch.bfloat16)
+    assert view is not None
+    dequantize_into(source, view)
 
 
 def gate_up_of(stacks: Stacks) -> torch.Tensor | None:
