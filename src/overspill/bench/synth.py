@@ -88,6 +88,9 @@ class SyntheticModel:
         tile = _blocks(rng, info.type, min(n_blocks, _TILE_BLOCKS), _spread(info)).reshape(-1)
         return np.resize(tile, info.n_bytes)
 
+    def file_range(self, name: str) -> None:
+        """None: in no file, made when asked for."""
+
 
 def synthetic(shape: str, *, quant: str, n_layer: int | None = None, seed: int = 0) -> SyntheticModel:
     """A random model of a named shape, optionally with another depth. `UserError` for unknown names."""

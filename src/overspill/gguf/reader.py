@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from overspill.errors import UserError
 from overspill.gguf.cursor import shown_path
 from overspill.gguf.part import Part, read_part
+from overspill.gguf.source import FileRange
 from overspill.gguf.split import is_piece, whole_set
 from overspill.gguf.tensors import TensorInfo
 
@@ -58,6 +59,11 @@ class GgufFile:
             raise ValueError(f"{self.path} is closed")
         info = self.tensors[name]
         return self._maps[info.part][info.offset : info.end]
+
+    def file_range(self, name: str) -> FileRange:
+        """Where the bytes of a tensor lie. `KeyError` if there is no such tensor."""
+        info = self.tensors[name]
+        return FileRange(self.paths[info.part], info.offset, info.n_bytes)
 
     def close(self) -> None:
         """Let go of the maps; each goes away with the last view of it."""

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from overspill.gguf.keys import Keys
 from overspill.gguf.tensors import TensorInfo
+
+
+class FileRange(NamedTuple):
+    """`n_bytes` of a file from `offset` on."""
+
+    path: Path
+    offset: int
+    n_bytes: int
 
 
 class ModelSource(Protocol):
@@ -28,4 +37,8 @@ class ModelSource(Protocol):
 
     def bytes_of(self, name: str) -> NDArray[np.uint8]:
         """The tensor's blocks, uint8, one-dimensional, read-only."""
+        ...
+
+    def file_range(self, name: str) -> FileRange | None:
+        """Where the same bytes lie in a file; None when `bytes_of` makes them."""
         ...

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from overspill.errors import UserError
 from overspill.gguf.keys import Keys
-from overspill.gguf.source import ModelSource
+from overspill.gguf.source import FileRange, ModelSource
 from overspill.gguf.tensors import TensorInfo
 from overspill.gguf.types import TensorType
 from overspill.models.specs.base import TensorSpec
@@ -55,6 +55,10 @@ class Relaid:
         if derived is None:
             return self._source.bytes_of(name)
         return derived.read([self._source.bytes_of(original) for original in derived.originals])
+
+    def file_range(self, name: str) -> FileRange | None:
+        """Where a tensor lies that the file holds as it is listed."""
+        return None if name in self._derived else self._source.file_range(name)
 
 
 def in_one_layout(source: ModelSource, specs: Iterable[TensorSpec]) -> ModelSource:

@@ -193,12 +193,12 @@ def with_embedding(
 
 def with_detours(machine: Machine, options: Options, placement: Placement, layout: Layout) -> tuple[Placement, Layout]:
     """Hand-offs through host memory: everywhere, nowhere, or where direct ones have failed, as the user wants it."""
-    pairs = permutations(range(len(machine.devices)), 2)
-    if options.host_stage == "auto":
-        pairs = ((i, j) for i, j in pairs if (machine.names[i], machine.names[j]) in machine.failing_pairs)
     if options.host_stage == "0":
         return placement, layout
-    layout = replace(layout, detour=Detour(frozenset(pairs), options.host_stage_tile_mib * MIB))
+    pairs = frozenset(permutations(range(len(machine.devices)), 2))
+    if options.host_stage == "auto":
+        pairs = frozenset(p for p in pairs if (machine.names[p[0]], machine.names[p[1]]) in machine.failing_pairs)
+    layout = replace(layout, detour=Detour(pairs, options.host_stage_tile_mib * MIB))
     shown = ", ".join(f"{machine.names[i]} -> {machine.names[j]}" for i, j in detours(layout))
     if not shown:
         return placement, layout
