@@ -16,7 +16,7 @@ LAYERS = [
     {"pipeline"},
     {"engine"},
     {"llm"},
-    {"cli", "commands", "bench"},
+    {"cli", "commands", "bench", "server"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 SIBLINGS_ALLOWED = {("quant", "gguf"), ("gguf", "errors"), ("quant", "errors"), ("options", "errors")}
@@ -45,6 +45,10 @@ ONLY_IN = {
     "jinja2": "text/",
     "tokenizers": "text/",
     "fastapi": "server/",
+    "starlette": "server/",
+    "uvicorn": "server/",
+    "pydantic": "server/",
+    "prometheus_client": "server/",
     "matplotlib": "pipeline/trace.py",
 }
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -1,4 +1,4 @@
-"""The command line: run, bench, plan, info, perplexity, trace.
+"""The command line: run, serve, bench, plan, info, perplexity, trace.
 
 A command's own parameters stand in its signature; the options of `Options` are added to it from their declarations,
 so that a flag is spelled, explained and parsed in one place. Bad input ends with one line on stderr and exit code 2.
@@ -12,6 +12,7 @@ import logging
 import sys
 from collections.abc import Callable
 from functools import wraps
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -100,6 +101,36 @@ def run(
     run_prompt(
         model, _prompt_text(prompt, file), params, stop=stop or (), is_chat=chat, as_json=as_json, options=options
     )
+
+
+@app.command()
+@_with_options("trace")
+def serve(
+    *,
+    model: ModelFile,
+    host: Annotated[
+        str, typer.Option("--host", help="address to listen on; others than this one: 0.0.0.0")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="port to listen on; 0: a free one")] = 8080,
+    api_key: Annotated[str | None, typer.Option("--api-key", help="keys that clients must have one of: K1,K2")] = None,
+    alias: Annotated[str | None, typer.Option("--alias", "-a", help="name of the model in answers")] = None,
+    api_prefix: Annotated[str, typer.Option("--api-prefix", help="put before every path, as in /llm")] = "",
+    options: dict[str, Any],
+) -> None:
+    """Serve the model over HTTP: OpenAI's endpoints and llama-server's."""
+    _require_server()
+    from overspill.commands.serve import serve_model
+    from overspill.server.settings import ServerSettings
+
+    keys = frozenset() if api_key is None else frozenset(api_key.split(","))
+    settings = ServerSettings(host=host, port=port, api_keys=keys, name=alias or "", api_prefix=api_prefix)
+    serve_model(model, settings, options)
+
+
+def _require_server() -> None:
+    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if find_spec(name) is None]
+    if missing:
+        raise UserError(f"serve needs {', '.join(missing)}: pip install 'overspill[server]'")
 
 
 def _prompt_text(prompt: str | None, file: Path | None) -> str:

@@ -1,0 +1,1 @@
+"""HTTP: llama-server's and OpenAI's endpoints over one loaded model."""

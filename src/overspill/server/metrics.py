@@ -1,0 +1,113 @@
+"""GET /metrics: llama-server's names, and what is particular to experts in host RAM, in Prometheus' text format.
+
+The devices' counters can only be read between two waves. A scrape does not wait for that longer than a moment; it
+then tells the last ones read, and how old they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from overspill.server.host import Host
+from overspill.server.totals import Counts
+
+_PATIENCE_S = 0.5
+Families = Iterator[Metric]
+
+
+class Metrics:
+    """One per server: remembers the previous scrape, since when the rates are averages."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._previous = Counts()
+        self._reading: asyncio.Task[None] | None = None
+        self._counters: dict[str, Any] = {}
+        self._read_s = 0.0
+
+    async def scrape(self) -> bytes:
+        """All metrics as text."""
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.create_task(self._read())
+        await asyncio.wait({self._reading}, timeout=_PATIENCE_S)
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Snapshot([*self._requests(), *self._engine(), *self._devices()]))
+        return generate_latest(registry)
+
+    async def _read(self) -> None:
+        self._counters = await asyncio.to_thread(self._host.llm.counters)
+        self._read_s = time.monotonic()
+
+    def _requests(self) -> Families:
+        counts = self._host.totals.counts
+        recent = counts.minus(self._previous)
+        self._previous = counts
+        yield _counter("llamacpp:prompt_tokens", "Prompt tokens computed", counts.n_prompt)
+        yield _counter("llamacpp:prompt_tokens_cached", "Prompt tokens taken from a slot's cells", counts.n_cached)
+        yield _counter("llamacpp:prompt_seconds", "Time spent on prompts", counts.prompt_s)
+        yield _counter("llamacpp:tokens_predicted", "Tokens generated", counts.n_predicted)
+        yield _counter("llamacpp:tokens_predicted_seconds", "Time spent on generating", counts.predicted_s)
+        yield _gauge("llamacpp:n_tokens_max", "Largest number of tokens of a request", counts.n_tokens_max)
+        yield _gauge(
+            "llamacpp:prompt_tokens_seconds", "Prompt tokens per second", _rate(recent.n_prompt, recent.prompt_s)
+        )
+        predicted = _rate(recent.n_predicted, recent.predicted_s)
+        yield _gauge("llamacpp:predicted_tokens_seconds", "Generated tokens per second", predicted)
+        yield _counter("overspill:requests", "Requests that ended", counts.n_requests)
+        yield _counter("overspill:requests_cancelled", "Requests whose clients left", counts.n_cancelled)
+        yield _counter("overspill:requests_failed", "Requests that the device could not finish", counts.n_errors)
+
+    def _engine(self) -> Families:
+        engine = self._host.engine
+        n_busy = sum(slot.request_id is not None for slot in engine.slots)
+        yield _gauge("llamacpp:requests_processing", "Requests in slots", n_busy)
+        yield _gauge("llamacpp:requests_deferred", "Requests that wait for a slot", engine.n_waiting)
+
+    def _devices(self) -> Families:
+        c = self._counters
+        if not c:
+            return
+        yield _counter("llamacpp:n_decode", "Waves computed", c["waves"])
+        yield _counter("overspill:uploaded_bytes", "Bytes uploaded from host RAM", c["uploaded_bytes"])
+        yield _counter("overspill:handed_off_bytes", "Bytes from device to device", c["handed_off_bytes"])
+        yield _counter("overspill:ubatches", "Micro-batches computed", c["ubatches"])
+        yield _gauge("overspill:host_expert_bytes", "Bytes of experts in host RAM", c["host_expert_bytes"])
+        yield _per_device("overspill:busy_ratio", "Share of the waves' time a device computed", c["busy"])
+        yield _per_device("overspill:peak_bytes", "Most bytes a device held", c["peak_bytes"])
+        age_s = time.monotonic() - self._read_s
+        yield _gauge("overspill:device_counters_age_seconds", "Since the devices' counters were read", age_s)
+
+
+class _Snapshot:
+    """A collector of what was gathered before."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Families:
+        return iter(self._families)
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(name, text, value=value)
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, text, value=value)
+
+
+def _per_device(name: str, text: str, values: dict[str, float]) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=["device"])
+    for device, value in values.items():
+        family.add_metric([device], value)
+    return family
+
+
+def _rate(n: int, seconds: float) -> float:
+    return n / seconds if seconds > 0 else 0.0

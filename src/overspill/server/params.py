@@ -1,0 +1,118 @@
+"""Fields of a request to the engine's parameters; what is not served is refused by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from overspill.engine.request import SamplingParams
+from overspill.server.errors import ApiError
+from overspill.server.fields import ChatBody, SamplingFields, TextBody
+from overspill.server.prompts import checked_id
+from overspill.text.tokenizer import Tokenizer
+
+RANDOM_SEED = 2**32 - 1
+_DEFAULT_SAMPLERS = ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"]
+_TOP_LOGPROBS = 20
+
+
+def sampling_params(body: SamplingFields, tokenizer: Tokenizer, *, n_probs: int) -> SamplingParams:
+    """What the engine is to do. ApiError 400 naming a field that would change the answer but is not served."""
+    for field in unserved_fields(body):
+        raise ApiError(400, f"Field '{field}': not supported by this server; leave it out")
+    return SamplingParams(
+        temperature=body.temperature,
+        top_k=body.top_k,
+        top_p=body.top_p,
+        min_p=body.min_p,
+        repeat_penalty=body.repeat_penalty,
+        repeat_last_n=body.repeat_last_n,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        seed=_seed(body.seed),
+        max_tokens=body.most_tokens,
+        ignore_eos=body.ignore_eos,
+        logit_bias=tuple(_biases(tokenizer, body.logit_bias)),
+        n_probs=n_probs,
+    )
+
+
+def unserved_fields(body: SamplingFields) -> Iterator[str]:
+    """Fields whose values ask for what this server does not do."""
+    asked = {
+        "dynatemp_range": body.dynatemp_range > 0,
+        "top_n_sigma": body.top_n_sigma > 0,
+        "typical_p": 0 <= body.typical_p < 1,
+        "xtc_probability": body.xtc_probability > 0,
+        "dry_multiplier": body.dry_multiplier > 0,
+        "mirostat": body.mirostat != 0,
+        "min_keep": body.min_keep > 0,
+        "samplers": body.samplers not in (None, [], "", _DEFAULT_SAMPLERS, "edskypmxt"),
+        "grammar": body.grammar != "",
+        "json_schema": body.json_schema is not None,
+        "t_max_predict_ms": body.t_max_predict_ms > 0,
+        "n_indent": body.n_indent > 0,
+        "post_sampling_probs": body.post_sampling_probs,
+        "response_fields": bool(body.response_fields),
+        "lora": bool(body.lora),
+    }
+    yield from (field for field, is_asked in asked.items() if is_asked)
+    if isinstance(body, TextBody):
+        yield from _unserved_of_text(body)
+    if isinstance(body, ChatBody):
+        yield from _unserved_of_chat(body)
+
+
+def _unserved_of_text(body: TextBody) -> Iterator[str]:
+    asked = {"echo": body.echo, "best_of": body.best_of > body.n, "suffix": body.suffix != ""}
+    yield from (field for field, is_asked in asked.items() if is_asked)
+
+
+def _unserved_of_chat(body: ChatBody) -> Iterator[str]:
+    asked = {
+        "tools": bool(body.tools),
+        "functions": bool(body.functions),
+        "response_format": body.response_format.get("type", "text") != "text",
+        "continue_final_message": body.continue_final_message,
+    }
+    yield from (field for field, is_asked in asked.items() if is_asked)
+
+
+def chat_probs(body: ChatBody) -> int | None:
+    """How many of the likeliest tokens to list; None where no logprobs are wanted."""
+    if body.logprobs:
+        return _TOP_LOGPROBS if body.top_logprobs is None else body.top_logprobs
+    if body.top_logprobs:
+        raise ApiError(400, "Field 'top_logprobs': it needs 'logprobs' to be true")
+    return None
+
+
+def _seed(seed: int) -> int | None:
+    return None if seed in (-1, RANDOM_SEED) else seed % 2**32 if seed < 0 else seed
+
+
+def _biases(tokenizer: Tokenizer, given: list[Any] | dict[str, Any]) -> Iterator[tuple[int, float]]:
+    pairs = list(given.items()) if isinstance(given, dict) else given
+    for pair in pairs:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise ApiError(400, "Field 'logit_bias': give pairs [token, bias], or an object of them")
+        token, bias = pair
+        for token_id in _biased_ids(tokenizer, token, is_key=isinstance(given, dict)):
+            yield token_id, _bias(bias)
+
+
+def _biased_ids(tokenizer: Tokenizer, token: Any, *, is_key: bool) -> list[int]:
+    if is_key and token.isascii() and token.isdigit() and len(token) < 20:
+        return [checked_id(tokenizer, int(token), "logit_bias")]
+    if isinstance(token, str):
+        return tokenizer.encode(token, add_special=False)
+    return [checked_id(tokenizer, token, "logit_bias")]
+
+
+def _bias(value: Any) -> float:
+    if value is False:
+        return -math.inf
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e30:
+        raise ApiError(400, f"Field 'logit_bias': a bias is a number or false, not {str(value)[:60]}")
+    return float(value)

@@ -1,0 +1,76 @@
+"""The server as a process: it listens at once, ends cleanly on SIGTERM and SIGINT, and says why it cannot start."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import uvicorn
+
+from overspill.errors import UserError
+from overspill.server.app import create_app
+from overspill.server.host import Host
+from overspill.server.settings import ServerSettings
+
+_PATIENCE_S = 5
+
+
+def run_server(host: Host, settings: ServerSettings) -> None:
+    """Serve until told to end. Raises what kept the model from loading, UserError for an address not to be had."""
+    listener = _listen(settings)
+    address = listener.getsockname()
+    print(f"overspill: listening on http://{settings.host}:{address[1]}", file=sys.stderr, flush=True)
+    config = uvicorn.Config(
+        create_app(host, settings),
+        log_level="warning",
+        ws="none",
+        lifespan="off",
+        server_header=False,
+        timeout_graceful_shutdown=_PATIENCE_S,
+    )
+    server = Server(config, host)
+    host.start(on_failure=server.end)
+    asyncio.run(server.serve(sockets=[listener]))
+    if host.failure is not None:
+        raise host.failure
+
+
+class Server(uvicorn.Server):
+    """Ends what is being generated when it is told to end; a signal is then no cause to die of."""
+
+    def __init__(self, config: uvicorn.Config, host: Host) -> None:
+        super().__init__(config)
+        self._host = host
+
+    def end(self) -> None:
+        """Stop soon; from any thread."""
+        self.should_exit = True
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await asyncio.to_thread(self._host.close)
+        await super().shutdown(sockets=sockets)
+
+
+def _listen(settings: ServerSettings) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((settings.host, settings.port))
+        listener.listen(2048)
+    except OSError as error:
+        raise UserError(f"--host {settings.host} --port {settings.port}: {error}; choose another address") from None
+    return listener
