@@ -110,6 +110,15 @@ def test_decoded_weights_are_those_of_the_reference(type: TensorType) -> None:
     assert torch.equal(matmul(one_hot[300:304], weight), values.T[300:304])
 
 
+@pytest.mark.parametrize("type", TYPES, ids=lambda t: t.name)
+def test_weights_may_lie_at_any_address(type: TensorType) -> None:
+    weight = random_weight(type, (9, 256))
+    raw = torch.empty(weight.n_bytes + 1, dtype=torch.uint8)[1:].copy_(weight.data.view(-1))
+    x = torch.randn(25, 256)
+    for n_tokens in (1, 25):
+        assert torch.equal(matmul(x[:n_tokens], QTensor.from_bytes(raw, type, (9, 256))), matmul(x[:n_tokens], weight))
+
+
 @pytest.mark.parametrize("type", [TensorType.F32, TensorType.F16, TensorType.BF16], ids=lambda t: t.name)
 @pytest.mark.parametrize("n_elements", [1, 24, 33, 300, 2049])
 def test_matmul_with_rows_of_any_length(type: TensorType, n_elements: int) -> None:

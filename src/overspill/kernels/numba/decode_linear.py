@@ -17,7 +17,7 @@ from overspill.kernels.numba.target import LANES, UNIT_ELEMENTS
 
 def _f32(e: Emitter, unit: ir.Value, i_run: ir.Value, scratch: ir.Value) -> Iterator[Vec]:
     for at in range(0, UNIT_ELEMENTS, LANES):
-        yield e.floats(unit, 4 * at)
+        yield e.floats(unit, 4 * at, align=1)
 
 
 def _f16(e: Emitter, unit: ir.Value, i_run: ir.Value, scratch: ir.Value) -> Iterator[Vec]:
