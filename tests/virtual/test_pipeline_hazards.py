@@ -90,6 +90,24 @@ def test_no_plan_has_a_hazard(shape: Shape) -> None:
         assert hazards(p) == []
 
 
+@pytest.mark.parametrize("max_in_flight", [1, 2, 7])
+@pytest.mark.parametrize("order", list(Order))
+def test_the_host_runs_ahead_only_so_far(order: Order, max_in_flight: int) -> None:
+    """Before it issues one item more it waits for the oldest, in the order of issue."""
+    wave = without_outputs(cut_wave(IDS[:6], (2, 2, 2)))
+    with null_pipe(Shape(2, slab_experts=2), max_in_flight) as p:
+        n_loading = len(p.log)
+        p.runner.run(wave, p.schedule(order))
+        issued, waited_for = [], []
+        for i, entry in enumerate(p.log[n_loading:], start=n_loading):
+            if entry.verb is Verb.LAUNCH and entry.label.startswith(("attend", "experts")):
+                issued.append(p.log[i + 1].event)
+                assert len(issued) - len(waited_for) <= max_in_flight + 1
+            if entry.verb is Verb.WAIT_HOST:
+                waited_for.append(entry.event)
+    assert waited_for == issued[: len(issued) - max_in_flight]
+
+
 def blind_hazards(names: Collection[str], order: Order, policy: Policy, shape: Shape) -> list[tuple[HazardKind, str]]:
     """What the checker says of a ledger that overlooks `names`: kinds, and names of buffers without their numbers."""
     with blind_to(names), null_pipe(shape) as p:
