@@ -31,8 +31,7 @@ def _storer(ir_type, numba_type, n_bytes):
     def store(typing_context, address, index, value):
         def codegen(context, builder, signature, args):
             e = Emitter(builder)
-            value = builder.trunc(args[2], I32) if ir_type == I32 else args[2]
-            builder.store(value, e.at(e.pointer(args[0]), e.offset(args[1], n_bytes), ir_type)).align = n_bytes
+            builder.store(args[2], e.at(e.pointer(args[0]), e.offset(args[1], n_bytes), ir_type)).align = n_bytes
             return context.get_dummy_value()
 
         return types.void(_N64, _N64, numba_type), codegen
@@ -44,7 +43,6 @@ load_i64 = _loader(I64, _N64, 8)
 load_i32 = _loader(I32, _N64, 4)
 load_f32 = _loader(F32, types.float32, 4)
 store_i64 = _storer(I64, _N64, 8)
-store_i32 = _storer(I32, _N64, 4)
 store_f32 = _storer(F32, types.float32, 4)
 
 
