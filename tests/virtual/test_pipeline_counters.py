@@ -96,7 +96,7 @@ def test_mixed_layers_go_up_whole_whatever_the_policy() -> None:
 
 def lengths() -> Iterator[tuple[int, ...]]:
     """Prompts as ubatch sizes: the longest, short ones, and single tokens."""
-    return iter([(3, 3, 3, 3), (1,), (3, 3, 1), (2,), (3, 3, 3, 2), (1,), (1, 1, 1, 1)])
+    return iter([(3, 3, 3, 3), (1,), (3, 1), (3, 3, 1), (2,), (3, 3, 3, 2), (1,), (1, 1, 1, 1)])
 
 
 @pytest.mark.parametrize("shape", [Shape(2, slab_experts=3), Shape(3, host_layers="odd", embeds=True)], ids=str)
