@@ -28,7 +28,7 @@ GROUP = 16
 @triton.jit
 def _f16(src, offset):
     """The halves at byte offsets `offset`, which are even."""
-    return tl.load(src.to(tl.pointer_type(tl.float16)) + offset // 2).to(tl.float32)
+    return tl.load(src.to(tl.pointer_type(tl.float16)) + (offset >> 1)).to(tl.float32)
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def _byte(src, offset):
 
 @triton.jit
 def _u16(src, offset):
-    return tl.load(src.to(tl.pointer_type(tl.uint16)) + offset // 2).to(tl.int32)
+    return tl.load(src.to(tl.pointer_type(tl.uint16)) + (offset >> 1)).to(tl.int32)
 
 
 @triton.jit
@@ -66,8 +66,19 @@ def q8_0(src, table, block, part, j):
 
 @triton.jit
 def _pairs(src, at):
-    """The 16 bytes at `at [R]` as 8 words of two, in int32."""
+    """The 16 bytes at `at [R]` as 8 words of two, in int32.
+
+    Written so that the compiler does not see that they are neighbours: it would then spread a row over threads, which
+    costs more than it saves where blocks are aligned to 2 bytes only.
+    """
     return _u16(src, at[:, None] + 2 * tl.arange(0, 8)[None, :])
+
+
+@triton.jit
+def _aligned_pairs(src, at):
+    """As `_pairs`, in one load of 16 bytes, for types whose blocks are aligned to them."""
+    words = src.to(tl.pointer_type(tl.uint16))
+    return tl.load(words + (at >> 1)[:, None] + tl.arange(0, 8)[None, :]).to(tl.int32)
 
 
 @triton.jit
@@ -135,8 +146,8 @@ def mxfp4(src, table, block, part, j):
 @triton.jit
 def _two_bits(src, at, part):
     """2 bits of the 64 bytes at `at [R]`, as words: per half of 32 bytes, 4 fields, field-major."""
-    shift = part // 2 % 4 * 2
-    return (_pairs(src, at + part // 8 * 32 + part % 2 * 16) >> shift[:, None]) & 0x0303
+    shift = (part >> 1 & 3) * 2
+    return (_pairs(src, at + (part >> 3) * 32 + (part & 1) * 16) >> shift[:, None]) & 0x0303
 
 
 @triton.jit
@@ -152,10 +163,10 @@ def q2_k(src, table, block, part, j):
 @triton.jit
 def q3_k(src, table, block, part, j):
     at = block * 110
-    low = _byte(src, at + 96 + part % 8) >> (part // 8 * 4)
-    high = _byte(src, at + 104 + part % 4) >> (part // 4 * 2)
+    low = _byte(src, at + 96 + (part & 7)) >> ((part >> 3) * 4)
+    high = _byte(src, at + 104 + (part & 3)) >> ((part >> 2) * 2)
     scale = ((low & 15) | ((high & 3) << 4)) - 32
-    mask = _pairs(src, at + part % 2 * 16) >> (part // 2)[:, None]
+    mask = _pairs(src, at + (part & 1) * 16) >> (part >> 1)[:, None]
     q = _bytes(_two_bits(src, at + 32, part) | ((mask & 0x0101) << 2)) - 4
     return (_f16(src, at + 108) * scale.to(tl.float32))[:, None] * q.to(tl.float32)
 
@@ -163,10 +174,10 @@ def q3_k(src, table, block, part, j):
 @triton.jit
 def _k_step_and_floor(src, at, part):
     """d * scale and dmin * min of a group of 32, from the 6-bit pairs in bytes 4..15."""
-    g = part // 2
-    first = _byte(src, at + 4 + g % 4)
-    second = _byte(src, at + 8 + g % 4)
-    third = _byte(src, at + 12 + g % 4)
+    g = part >> 1
+    first = _byte(src, at + 4 + (g & 3))
+    second = _byte(src, at + 8 + (g & 3))
+    third = _byte(src, at + 12 + (g & 3))
     scale = tl.where(g < 4, first & 63, (third & 15) | ((first >> 6) << 4))
     minimum = tl.where(g < 4, second & 63, (third >> 4) | ((second >> 6) << 4))
     return _f16(src, at) * scale.to(tl.float32), _f16(src, at + 2) * minimum.to(tl.float32)
@@ -175,7 +186,8 @@ def _k_step_and_floor(src, at, part):
 @triton.jit
 def _k_nibbles(src, at, part):
     """4 bits of the 128 bytes at `at [R]`, as words: of each run of 32 bytes first the low ones, then the high ones."""
-    return _nibbles(src, at + part // 4 * 32 + part % 2 * 16, part // 2 % 2 * 4)
+    words = _aligned_pairs(src, at + (part >> 2) * 32 + (part & 1) * 16)
+    return (words >> ((part >> 1 & 1) * 4)[:, None]) & 0x0F0F
 
 
 @triton.jit
@@ -189,7 +201,7 @@ def q4_k(src, table, block, part, j):
 def q5_k(src, table, block, part, j):
     at = block * 176
     step, floor = _k_step_and_floor(src, at, part)
-    high = _pairs(src, at + 16 + part % 2 * 16) >> (part // 2)[:, None]
+    high = _aligned_pairs(src, at + 16 + (part & 1) * 16) >> (part >> 1)[:, None]
     q = _bytes(_k_nibbles(src, at + 48, part) | ((high & 0x0101) << 4))
     return step[:, None] * q.to(tl.float32) - floor[:, None]
 
@@ -197,8 +209,8 @@ def q5_k(src, table, block, part, j):
 @triton.jit
 def q6_k(src, table, block, part, j):
     at = block * 210
-    half, field, sixteen = part // 8, part // 2 % 4, part % 2 * 16
-    low = _nibbles(src, at + half * 64 + field % 2 * 32 + sixteen, field // 2 * 4)
+    half, field, sixteen = part >> 3, part >> 1 & 3, (part & 1) * 16
+    low = _nibbles(src, at + half * 64 + (field & 1) * 32 + sixteen, (field >> 1) * 4)
     high = _pairs(src, at + 128 + half * 32 + sixteen) >> (field * 2)[:, None]
     q = _bytes(low | ((high & 0x0303) << 4)) - 32
     scale = tl.load(src.to(tl.pointer_type(tl.int8)) + at + 192 + part).to(tl.float32)
@@ -208,11 +220,11 @@ def q6_k(src, table, block, part, j):
 @triton.jit
 def iq4_xs(src, table, block, part, j):
     at = block * 136
-    g = part // 2
-    low = _byte(src, at + 4 + g // 2) >> (g % 2 * 4)
+    g = part >> 1
+    low = _byte(src, at + 4 + (g >> 1)) >> ((g & 1) * 4)
     high = _u16(src, at + 2) >> (g * 2)
     scale = ((low & 15) | ((high & 3) << 4)) - 32
-    q = _bytes(_nibbles(src, at + 8 + g * 16, part % 2 * 4))
+    q = _bytes(_nibbles(src, at + 8 + g * 16, (part & 1) * 4))
     return (_f16(src, at) * scale.to(tl.float32))[:, None] * tl.load(table + q)
 
 

@@ -10,7 +10,10 @@ from math import prod
 
 import torch
 
-DEFAULT_WEIGHT_BYTES = 512 << 20
+from overspill.kernels.gpu_memory import DEFAULT_WEIGHT_BYTES, workspace_bytes
+
+__all__ = ["DEFAULT_WEIGHT_BYTES", "Workspace", "workspace_bytes"]
+
 _VIEWS_KEPT = 4096
 
 
@@ -49,15 +52,3 @@ class Workspace:
     def n_bytes(self) -> int:
         """All that has been allocated."""
         return sum(map(len, self._buffers.values()))
-
-
-def workspace_bytes(n_tokens: int, n_used: int, n_embd: int, n_ff: int, n_experts: int, *, item_bytes: int = 2) -> int:
-    """What the experts of ubatches of up to `n_tokens` take besides `Workspace.weight_bytes`.
-
-    n_used: experts of a token; n_ff: width of an expert; n_experts: of a layer. The products of torch need the hidden
-    values of gate and up in memory of their own besides, and their result; both are counted.
-    """
-    n_pairs = n_tokens * n_used
-    rows = n_pairs * (2 * n_embd + 3 * n_ff) * item_bytes
-    indices = 4 * (2 * n_pairs + n_experts + 1 + 2 * (n_pairs // 16 + n_experts + 1))
-    return rows + indices
