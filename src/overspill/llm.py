@@ -29,17 +29,21 @@ from overspill.errors import UserError
 from overspill.gguf import open_gguf
 from overspill.gguf.source import ModelSource
 from overspill.kernels import Ops, cpu
+from overspill.kernels.gpu_memory import DEFAULT_WEIGHT_BYTES, scratch_bytes
 from overspill.models.base import HParams, TensorSpec
 from overspill.models.check import has_tokenizer, tokenizer_of, understand
 from overspill.models.describe import dense_wide_bytes, model_shape
 from overspill.options import Options, options_from
 from overspill.pipeline.choose import choose
 from overspill.pipeline.memory import Memory, Precision, Sizes
+from overspill.pipeline.reading import LoadMode
 from overspill.pipeline.runner import Runner
 from overspill.pipeline.schedule import WaveSchedule
+from overspill.pipeline.upload import WIDE_VALUE_BYTES
 from overspill.pipeline.wave import Segment, Ubatch, Wave
 from overspill.pipeline.weights import load
 from overspill.pipeline.work import Work
+from overspill.placement.budget import NO_NEEDS, KernelNeeds
 from overspill.placement.machine import DeviceSpec, Machine
 from overspill.placement.shape import ModelShape
 from overspill.text.stream import TextStream
@@ -82,13 +86,15 @@ class LLM:
         machine = machine_for(self.options)
         precision = precision_on(machine)
         shape = shape_for(machine, self.source, self.hparams, specs)
-        self.plan = choose(shape, machine, self.options, widen=has_gpus(machine))
+        self.plan = choose(shape, machine, self.options, needs_on(machine, self.hparams))
         done = _counter(progress, sum(self.source.tensors[spec.name].n_bytes for spec in specs))
         with ExitStack() as on_failure:
             self.devices = open_for(self.options)
             on_failure.callback(self.devices.close)
             layout = self.plan.layout
             placed, host = self.plan.placement, layout.host
+            self.sizes = Sizes.of_plan(placed.n_ubatch, placed.n_wave, self.options.n_parallel, placed.n_ctx)
+            memory = Memory(self.devices, layout, self.hparams, self.sizes, placed.staging, precision)
             loaded = load(
                 self.source,
                 specs,
@@ -99,11 +105,11 @@ class LLM:
                 ops_for(self.devices),
                 is_on_host=lambda name: placed.home[name] == host,
                 progress=done,
+                mode=LoadMode(self.options.load_mode),
+                n_threads=self.options.load_threads,
                 widens_dense=widens_dense(machine, self.source, specs),
             )
-            self.sizes = Sizes.of_plan(placed.n_ubatch, placed.n_wave, self.options.n_parallel, placed.n_ctx)
-            memory = Memory(self.devices, layout, self.hparams, self.sizes, placed.staging, precision)
-            work = Work(loaded.model, layout, memory, loaded.host_experts, cpu.OPS)
+            work = Work(loaded.model, layout, memory, loaded.host_experts, cpu.OPS, loaded.rings)
             self.runner = Runner(
                 self.devices,
                 layout,
@@ -122,6 +128,7 @@ class LLM:
                 n_wave=placed.n_wave,
             )
             on_failure.pop_all()
+        self.residence = loaded.residence
         self.host_expert_bytes = sum(experts.n_bytes for experts in loaded.host_experts.values())
         self._numbers = itertools.count()
         self._loop = EngineLoop(self._engine)
@@ -211,6 +218,8 @@ class LLM:
             return {
                 "uploaded_bytes": sum(d.counters.uploaded_bytes for d in devices.all),
                 "host_expert_bytes": self.host_expert_bytes,
+                "pinned_bytes": self.residence.pinned_bytes,
+                "pageable_bytes": self.residence.pageable_bytes,
                 "handed_off_bytes": sum(d.counters.handed_off_bytes for d in devices.all),
                 "waves": run.n_waves,
                 "ubatches": run.n_ubatches,
@@ -315,6 +324,23 @@ def widens_dense(machine: Machine, source: ModelSource, specs: Sequence[TensorSp
     """Whether GPUs hold dense matrices in bfloat16: where these take a small part of their memory."""
     n_bytes = dense_wide_bytes(specs, source.tensors)
     return has_gpus(machine) and n_bytes <= _DENSE_SHARE * sum(device.free_bytes for device in machine.devices)
+
+
+def needs_on(machine: Machine, hp: HParams) -> Callable[[int], KernelNeeds]:
+    """What the accelerators' kernels take, by the size of a ubatch."""
+    if not has_gpus(machine):
+        return lambda n_ubatch: NO_NEEDS
+    n_heads_dim = hp.n_head * hp.head_dim
+    experts = (hp.n_expert, hp.n_expert_used, hp.n_ff_exp if hp.n_expert else hp.n_ff)
+    head_bytes = min(DEFAULT_WEIGHT_BYTES, 2 * hp.n_vocab * hp.n_embd)
+    return lambda n_ubatch: KernelNeeds(
+        wide_value_bytes=WIDE_VALUE_BYTES,
+        normed_value_bytes=2,
+        scratch_bytes=scratch_bytes(
+            n_ubatch, n_embd=hp.n_embd, n_heads_dim=n_heads_dim, n_kv_dim=hp.n_head_kv * hp.head_dim, experts=experts
+        ),
+        head_bytes=head_bytes,
+    )
 
 
 def ops_for(devices: Devices) -> Callable[[Device], Ops]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from overspill.gguf.source import ModelSource
-from overspill.llm import has_gpus, machine_for, shape_for
+from overspill.llm import machine_for, needs_on, shape_for
 from overspill.models.check import understand
 from overspill.options import options_from
 from overspill.pipeline.choose import Plan, choose
@@ -40,7 +40,7 @@ def make_plan(source: ModelSource, machine: Path | None, options: Mapping[str, A
     else:
         target = Machine.from_json(machine).select(chosen.devices).capped(chosen.device_memory)
     shape = shape_for(target, source, hparams, specs)
-    plan = choose(shape, target, chosen, widen=has_gpus(target))
+    plan = choose(shape, target, chosen, needs_on(target, hparams))
     decode = plan.predict(WaveShape((1,), sum(plan.reference.n_tokens)))
     return MadePlan(plan, decode.wave_us)
 

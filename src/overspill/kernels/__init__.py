@@ -64,7 +64,8 @@ class Ops:
     linear_heads: a matrix for each head: `x [T, H, K]`, weight `[H, N, K]` -> `[T, H, N]`.
     rms_norm: `x [..., D]`, weight `[D]`, eps -> x / sqrt(mean(x^2) + eps) * weight.
     widen: dequantise staged experts into bfloat16 stacks of the same shapes, once for all ubatches of a wave; None
-    where kernels rather read the blocks. plain: the same for one matrix, when a model is loaded. normed_dtype, kv_dtype: what `rms_norm` gives, and what the KV cache holds.
+    where kernels rather read the blocks. plain: the same for one matrix, when a model is loaded.
+    normed_dtype, kv_dtype: what `rms_norm` gives, and what the KV cache holds.
     rope: `x [T, H, A]`, cos and sin `[T, n_rot / 2]` -> rotated in the split-halves (NEOX) or interleaved pairing.
     """
 

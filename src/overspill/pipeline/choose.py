@@ -9,7 +9,7 @@ that many tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import permutations
@@ -19,7 +19,8 @@ from overspill.options import MIB, Options
 from overspill.pipeline.schedule import Order, Policy, WaveSchedule
 from overspill.pipeline.simulate import Prediction, WaveShape, predict
 from overspill.pipeline.split import Detour, Layout, Slab, detours
-from overspill.pipeline.upload import WIDE_VALUE_BYTES, cut_slabs
+from overspill.pipeline.upload import cut_slabs
+from overspill.placement.budget import NO_NEEDS, KernelNeeds
 from overspill.placement.machine import Machine
 from overspill.placement.plan import Placement, place
 from overspill.placement.shape import ModelShape, Role
@@ -30,6 +31,8 @@ _MAX_WAVE = 16384
 _MIN_IDS_PER_EXPERT = 16
 _FASTER_THAN_HOST = 10
 _UBATCHES = (128, 512, 2048)
+
+Needs = Callable[[int], KernelNeeds]
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,8 @@ def _cheapest(plan: Plan, n_tokens: int) -> WaveSchedule:
     return min(candidates, key=lambda s: predict(plan.shape, plan.machine, plan.layout, wave, s).wave_us)
 
 
-def choose(shape: ModelShape, machine: Machine, options: Options, *, widen: bool = False) -> Plan:
-    """The fastest plan that fits. widen: the devices' kernels want staged slabs dequantised once a wave.
+def choose(shape: ModelShape, machine: Machine, options: Options, needs: Needs = lambda n_ubatch: NO_NEEDS) -> Plan:
+    """The fastest plan that fits. needs: what the accelerators' kernels take, by the size of a ubatch.
 
     Raises `UserError` when none does, with the reason of the last one tried.
     """
@@ -97,7 +100,7 @@ def choose(shape: ModelShape, machine: Machine, options: Options, *, widen: bool
     refusal: UserError | None = None
     for order, grain, n_ubatch in _candidates(shape, machine, options):
         try:
-            plan = _plan(shape, machine, options, order=order, grain=grain, n_ubatch=n_ubatch, widen=widen)
+            plan = _plan(shape, machine, options, order=order, grain=grain, n_ubatch=n_ubatch, needs=needs(n_ubatch))
         except UserError as error:
             refusal = error
             continue
@@ -132,13 +135,20 @@ def _ubatches(shape: ModelShape, options: Options) -> list[int]:
 
 
 def _plan(
-    shape: ModelShape, machine: Machine, options: Options, *, order: Order, grain: int, n_ubatch: int, widen: bool
+    shape: ModelShape,
+    machine: Machine,
+    options: Options,
+    *,
+    order: Order,
+    grain: int,
+    n_ubatch: int,
+    needs: KernelNeeds,
 ) -> Plan:
-    placement = _place(shape, machine, options, grain=grain, n_ubatch=n_ubatch, widen=widen)
+    placement = _place(shape, machine, options, grain=grain, n_ubatch=n_ubatch, needs=needs)
     placement, layout = with_embedding(shape, machine, placement, layout_of(shape, machine, placement))
     placement, layout = with_detours(machine, options, placement, layout)
     policy = None if options.policy == "auto" else Policy(options.policy)
-    schedule = WaveSchedule(order, policy or Policy.ALL, options.n_staging_slots, widen)
+    schedule = WaveSchedule(order, policy or Policy.ALL, options.n_staging_slots, needs.wide_value_bytes > 0)
     reference = WaveShape.of_prompt(min(REFERENCE_PROMPT, placement.n_ctx, placement.n_wave), n_ubatch)
     predicted = predict(shape, machine, layout, reference, schedule)
     in_flight = options.max_in_flight or DEFAULT_IN_FLIGHT
@@ -147,7 +157,7 @@ def _plan(
 
 
 def _place(
-    shape: ModelShape, machine: Machine, options: Options, *, grain: int, n_ubatch: int, widen: bool
+    shape: ModelShape, machine: Machine, options: Options, *, grain: int, n_ubatch: int, needs: KernelNeeds
 ) -> Placement:
     """With the largest wave that fits, where the user left it open: a wave costs memory, and saves uploads."""
     n_ctx = options.n_ctx or shape.n_ctx_train
@@ -161,7 +171,7 @@ def _place(
                 n_ubatch=n_ubatch,
                 n_wave=n_wave,
                 grain=grain,
-                wide_value_bytes=WIDE_VALUE_BYTES if widen else 0,
+                needs=needs,
             )
         except UserError:
             if options.n_wave is not None or n_wave <= n_ubatch:

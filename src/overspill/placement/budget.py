@@ -19,10 +19,28 @@ N_LOGIT_BUFFERS: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
+class KernelNeeds:
+    """What the kernels of the accelerators take beyond the buffers that all devices have.
+
+    wide_value_bytes: per value of a slab that is dequantised before it is used; 0: slabs are used as they are.
+    normed_value_bytes: per value of the experts' input. scratch_bytes: temporaries of one ubatch. head_bytes: and of
+    the logits, on the device that computes them.
+    """
+
+    wide_value_bytes: int = 0
+    normed_value_bytes: int = 4
+    scratch_bytes: int = 0
+    head_bytes: int = 0
+
+
+NO_NEEDS: Final = KernelNeeds()
+
+
+@dataclass(frozen=True, slots=True)
 class ActivationBytes:
     """Buffers that a device which computes layers holds, for each ubatch of a wave; logits once.
 
-    x: hidden states f32 [T, residual streams * D]. normed: f32 [T, D]. expert_ids: i32 [T, K]. expert_weights: f32
+    x: hidden states f32 [T, residual streams * D]. normed: [T, D]. expert_ids: i32 [T, K]. expert_weights: f32
     [T, K]. positions: i32 [2, T], with the token ids. logits: f32 [2, min(T, 128), V], on the output device only.
     """
 
@@ -44,13 +62,15 @@ class ActivationBytes:
         return self.n_slots * self.slot + self.logits
 
 
-def activation_bytes(shape: ModelShape, *, n_ubatch: int, n_wave: int, has_output: bool) -> ActivationBytes:
+def activation_bytes(
+    shape: ModelShape, *, n_ubatch: int, n_wave: int, has_output: bool, normed_value_bytes: int = 4
+) -> ActivationBytes:
     """Sizes of the activation buffers of one device; the runner allocates exactly these."""
     n_expert_used = shape.n_expert_used if shape.is_moe else 0
     return ActivationBytes(
         n_slots=-(-n_wave // n_ubatch),
         x=n_ubatch * 4 * shape.n_embd * shape.n_residual,
-        normed=n_ubatch * 4 * shape.n_embd if shape.is_moe else 0,
+        normed=n_ubatch * normed_value_bytes * shape.n_embd if shape.is_moe else 0,
         expert_ids=n_ubatch * 4 * n_expert_used,
         expert_weights=n_ubatch * 4 * n_expert_used,
         positions=n_ubatch * 8,

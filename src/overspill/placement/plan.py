@@ -17,7 +17,7 @@ from typing import Final
 
 from overspill.errors import UserError
 from overspill.options import MIB, Options
-from overspill.placement.budget import DeviceBudget, StagingPlan, activation_bytes
+from overspill.placement.budget import NO_NEEDS, DeviceBudget, KernelNeeds, StagingPlan, activation_bytes
 from overspill.placement.fit import fit, literal
 from overspill.placement.machine import Machine
 from overspill.placement.notes import plan_notes
@@ -84,18 +84,18 @@ def place(
     n_ubatch: int,
     n_wave: int,
     grain: int,
-    wide_value_bytes: int = 0,
+    needs: KernelNeeds = NO_NEEDS,
 ) -> Placement:
     """Place `shape` on `machine` for waves of `n_wave` tokens in ubatches of `n_ubatch`, `grain` layers a turn.
 
-    wide_value_bytes: bytes per value of a slab that is dequantised before it is used; 0: slabs are used as they are.
+    needs: what the kernels of the accelerators take, for ubatches of `n_ubatch`.
 
     `-dev` and `--device-memory` are applied to the machine before (`Machine.select`, `Machine.capped`). `UserError`
     for flags that this machine or model cannot follow, and when it does not fit.
     """
     stages = choose_stages(machine, options)
     pins = resolve(shape, machine, options)
-    demand = _demand(shape, machine, options, pins, n_ubatch, n_wave, wide_value_bytes)
+    demand = _demand(shape, machine, options, pins, n_ubatch, n_wave, needs)
     ask = _ask(shape, options, stages, pins, demand, grain)
     layout = literal(ask) if options.fit == "off" else fit(ask)
     _refuse_overflow(machine, options, demand, layout)
@@ -124,7 +124,7 @@ def _demand(
     pins: Pins,
     n_ubatch: int,
     n_wave: int,
-    wide_value_bytes: int,
+    needs: KernelNeeds,
 ) -> Demand:
     host = machine.host_index
     pinned, resident = [0] * shape.n_layer, [0] * shape.n_layer
@@ -136,7 +136,9 @@ def _demand(
     if options.fit == "off":
         resident = [routed[l] - pinned[l] for l in range(shape.n_layer)]
         movable = [0] * shape.n_layer
-    activations = activation_bytes(shape, n_ubatch=n_ubatch, n_wave=n_wave, has_output=True)
+    activations = activation_bytes(
+        shape, n_ubatch=n_ubatch, n_wave=n_wave, has_output=True, normed_value_bytes=needs.normed_value_bytes
+    )
     return Demand(
         fixed=tuple(a + b for a, b in zip(shape.dense_bytes, resident, strict=True)),
         movable=tuple(movable),
@@ -150,10 +152,10 @@ def _demand(
         output_bytes=shape.output_bytes,
         tied_bytes=shape.tied_bytes,
         embed_bytes=shape.embed_bytes,
-        activation_bytes=activations.total - activations.logits,
-        logits_bytes=activations.logits,
+        activation_bytes=activations.total - activations.logits + needs.scratch_bytes,
+        logits_bytes=activations.logits + needs.head_bytes,
         n_slots=options.n_staging_slots,
-        wide_expert_bytes=wide_value_bytes * shape.expert_values,
+        wide_expert_bytes=needs.wide_value_bytes * shape.expert_values,
         slab_bytes=None if options.slab_mib is None else options.slab_mib * MIB,
         is_host_mapped=options.load_mode == "mmap",
     )

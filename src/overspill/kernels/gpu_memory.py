@@ -1,0 +1,35 @@
+"""Memory that GPU kernels take beside named buffers, as formulas: a plan counts it without a GPU at hand.
+
+`kernels.triton` allocates by them; nothing here imports it.
+"""
+
+from __future__ import annotations
+
+DEFAULT_WEIGHT_BYTES = 512 << 20
+"""Room for weights that are dequantised for one product; more of them are taken in parts."""
+
+_POOL_BYTES = 64 << 20  # what torch's allocator keeps in pieces too small to use
+
+
+def scratch_bytes(n_tokens: int, *, n_embd: int, n_heads_dim: int, n_kv_dim: int, experts: tuple[int, int, int]) -> int:
+    """What one ubatch takes on a device beside its named buffers, freed parts of torch's pool included.
+
+    n_heads_dim, n_kv_dim: values of all query heads, and of all key heads, of a token. experts: how many there are,
+    how many a token uses, and their width.
+    """
+    n_experts, n_used, n_ff = experts
+    attention = n_tokens * (8 * n_heads_dim + 12 * n_kv_dim + 10 * n_embd + 12 * n_experts)
+    products = n_tokens * n_used * (2 * n_ff + n_embd) * 2
+    return attention + products + workspace_bytes(n_tokens, n_used, n_embd, n_ff, n_experts) + _POOL_BYTES
+
+
+def workspace_bytes(n_tokens: int, n_used: int, n_embd: int, n_ff: int, n_experts: int, *, item_bytes: int = 2) -> int:
+    """What the experts of ubatches of up to `n_tokens` take besides `Workspace.weight_bytes`.
+
+    n_used: experts of a token; n_ff: width of an expert; n_experts: of a layer. The products of torch need the hidden
+    values of gate and up in memory of their own besides, and their result; both are counted.
+    """
+    n_pairs = n_tokens * n_used
+    rows = n_pairs * (2 * n_embd + 3 * n_ff) * item_bytes
+    indices = 4 * (2 * n_pairs + n_experts + 1 + 2 * (n_pairs // 16 + n_experts + 1))
+    return rows + indices
