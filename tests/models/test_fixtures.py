@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from overspill.cache.cells import Segment
+from overspill.kernels import cpu
 from overspill.models.base import Model, UbatchView, forward
-from tests.helpers.plain import new_caches, plain_logits
+from tests.helpers.plain import new_caches, plain_logits, plain_model
 from tests.models.fixtures import MODELS, Case
 
 ORACLES = ("hf", "llamacpp")
@@ -30,6 +31,13 @@ def test_any_ubatch_size(case: Case, n_ubatch: int) -> None:
     logits = plain_logits(case.model, case.expected("input_ids_1"), n_ubatch).numpy()
     for oracle in ORACLES:
         np.testing.assert_allclose(logits, case.expected(f"{oracle}_logits_1"), rtol=0, atol=case.tolerance(oracle))
+
+
+@pytest.mark.parametrize("case", MODELS, ids=str)
+def test_cpu_kernels(case: Case) -> None:
+    logits = plain_logits(plain_model(case.source, cpu.OPS), case.expected("input_ids_0"), 16).numpy()
+    for oracle in ORACLES:
+        np.testing.assert_allclose(logits, case.expected(f"{oracle}_logits_0"), rtol=0, atol=case.tolerance(oracle))
 
 
 @pytest.mark.parametrize("prompt", [0, 1, 2])
