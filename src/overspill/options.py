@@ -80,6 +80,7 @@ class Options:
     host_stage_tile_mib: int = _option(16, "--host-stage-tile-mib", "size of a piece of a hand-off through host memory")
     force_xdev_sync: bool = _option(False, "--force-xdev-sync", "debugging: the host waits wherever devices do")
     load_mode: str = _option("auto", "--load-mode -lm", "auto, none, mmap, mlock, mmap+mlock or dio")
+    load_threads: int = _option(4, "--load-threads -tl", "threads that read experts into host RAM")
     h2d_gbps: float | None = _option(None, "--virtual-h2d-gbps", "testing: link speed of virtual devices, GB/s")
 
     def __post_init__(self) -> None:
@@ -139,6 +140,7 @@ _LOWEST: Final = {
     "max_in_flight": 1,
     "host_stage_tile_mib": 1,
     "threads": 1,
+    "load_threads": 1,
     "chaos_seed": 0,
 }
 _NONE_ALLOWED: Final = frozenset({"n_ubatch", "n_wave", "grain", "slab_mib", "max_in_flight", "threads", "chaos_seed"})

@@ -24,6 +24,8 @@ from overspill.models.check import understand
 from overspill.models.specs.base import HParams
 from overspill.pipeline import weights
 from overspill.pipeline.memory import Memory, Sizes
+from overspill.pipeline.reading import LoadMode
+from overspill.pipeline.residence import Residence
 from overspill.pipeline.runner import Runner
 from overspill.pipeline.schedule import Order, Policy, WaveSchedule
 from overspill.pipeline.split import Detour, Layout, Slab
@@ -149,6 +151,7 @@ class Pipe:
     n_host_expert_bytes: int
     memory: Memory
     shape: Shape
+    residence: Residence
 
     def schedule(self, order: Order, policy: Policy = Policy.ALL) -> WaveSchedule:
         """A schedule that uses the staging slots there are."""
@@ -208,6 +211,7 @@ def pipe(
     devices: Devices | None = None,
     detour: Detour = DIRECT,
     waits_on_host: bool = False,
+    mode: LoadMode = LoadMode.AUTO,
 ) -> Iterator[Pipe]:
     """Open devices (or take those given), load, reserve; close at the end."""
     arch, hp, specs, source = understand(source)
@@ -217,17 +221,25 @@ def pipe(
     try:
         with patch.object(weights, "_RING_BYTES", _RING_BYTES), rare_delays(0, share=0.0):
             loaded = load(
-                source, specs, arch.Model, hp, layout, devices, lambda device: OPS, is_on_host=shape.is_on_host
+                source,
+                specs,
+                arch.Model,
+                hp,
+                layout,
+                devices,
+                lambda device: OPS,
+                is_on_host=shape.is_on_host,
+                mode=mode,
             )
         memory = Memory(
             devices, layout, hp, Sizes(n_ubatch, n_ubatches, n_slots, n_cells), staging_plans(slot_bytes, hp, shape)
         )
-        work = Work(loaded.model, layout, memory, loaded.host_experts, OPS)
+        work = Work(loaded.model, layout, memory, loaded.host_experts, OPS, loaded.rings)
         runner = Runner(devices, layout, memory, work, max_in_flight=max_in_flight, waits_on_host=waits_on_host)
         n_bytes = sum(experts.n_bytes for experts in loaded.host_experts.values())
         for device in devices.all:
             device.reset_counters()
-        yield Pipe(runner, devices, layout, n_bytes, memory, shape)
+        yield Pipe(runner, devices, layout, n_bytes, memory, shape, loaded.residence)
     finally:
         devices.close()
 

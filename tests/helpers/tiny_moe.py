@@ -6,6 +6,7 @@ take 720 bytes each, which no alignment divides. All weights are values of bfloa
 
 from __future__ import annotations
 
+import atexit
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -23,10 +24,11 @@ _D, _F, _H, _G, _A = 20, 9, 2, 1, 8
 
 @cache
 def tiny_source() -> GgufFile:
-    """The model as an open file (architecture qwen3moe, float32); the map outlives the file."""
-    with tempfile.TemporaryDirectory() as folder:
-        _write(Path(folder) / "tiny-moe.gguf")
-        return open_gguf(Path(folder) / "tiny-moe.gguf")
+    """The model as an open file (architecture qwen3moe, float32) that is there until the process ends."""
+    folder = tempfile.TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    _write(Path(folder.name) / "tiny-moe.gguf")
+    return open_gguf(Path(folder.name) / "tiny-moe.gguf")
 
 
 @cache

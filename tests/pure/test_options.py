@@ -26,7 +26,8 @@ FROZEN_FLAGS = """
 --override-tensor -ot | --cpu-moe -cmoe | --n-cpu-moe -ncmoe | --fit -fit | --fit-target -fitt | --fit-ctx -fitc
 --ctx-size -c | --ubatch-size -ub | --n-wave --batch-size -b | --parallel -np | --schedule | --grain | --policy
 --slab-mib | --staging-slots | --max-in-flight | --threads -t | --chaos-seed | --trace | --host-stage -hs
---host-stage-tile-mib | --force-xdev-sync | --load-mode -lm | --virtual-h2d-gbps
+--host-stage-tile-mib | --force-xdev-sync | --load-mode -lm
+--load-threads -tl | --virtual-h2d-gbps
 """
 
 
@@ -85,6 +86,8 @@ def test_frozen_and_keyword_only() -> None:
         ({"n_staging_slots": 1}, "--staging-slots"),
         ({"max_in_flight": 0}, "--max-in-flight"),
         ({"threads": 0}, "-t"),
+        ({"load_threads": 0}, "-tl"),
+        ({"load_threads": None}, "-tl"),
         ({"chaos_seed": -1}, "--chaos-seed"),
         ({"h2d_gbps": 0.0}, "--virtual-h2d-gbps"),
         ({"h2d_gbps": float("nan")}, "--virtual-h2d-gbps"),

@@ -6,6 +6,7 @@ Nothing is allocated in proportion to a declared size; a file that `read_part` r
 from __future__ import annotations
 
 import mmap
+import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +28,14 @@ _MIN_KEY_BYTES = 8 + 1 + 4 + 1  # length, one character, value type, value
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A GGUF file. `data` is the whole file, uint8, read-only; `number` counts from 0 within a split of `n_parts`."""
+    """A GGUF file. `data` is the whole file, uint8, read-only; `number` counts from 0 within a split of `n_parts`.
+
+    file_id: device and inode, by which the same file is known again when the path is opened once more.
+    """
 
     path: Path
     data: NDArray[np.uint8]
+    file_id: tuple[int, int]
     version: int
     keys: Keys
     table: TensorTable
@@ -46,7 +51,7 @@ class Part:
 
 def read_part(path: Path) -> Part:
     """Map a file and read its header; `UserError` for anything but a sound GGUF file of version 2 or 3."""
-    data = _mapped(path)
+    data, file_id = _mapped(path)
     cursor = Cursor(data.data, path)
     version = _read_version(cursor)
     n_tensors = cursor.i64("tensor count")
@@ -57,10 +62,10 @@ def read_part(path: Path) -> Part:
     if number >= n_parts:
         raise cursor.fail(f"split.no is {number}, split.count is {n_parts}: damaged file; fetch it again")
     table = read_tensors(cursor, n_tensors, _alignment(cursor, entries), number)
-    return Part(path, data, version, keys, table, number, n_parts)
+    return Part(path, data, file_id, version, keys, table, number, n_parts)
 
 
-def _mapped(path: Path) -> NDArray[np.uint8]:
+def _mapped(path: Path) -> tuple[NDArray[np.uint8], tuple[int, int]]:
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
@@ -70,7 +75,9 @@ def _mapped(path: Path) -> NDArray[np.uint8]:
         with path.open("rb") as file:
             if file.seek(0, 2) < len(MAGIC):
                 raise UserError(f"{shown_path(path)}: {describe(path.read_bytes())}")
-            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+            status = os.fstat(file.fileno())
+            data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+            return data, (status.st_dev, status.st_ino)
     except OSError as error:
         raise UserError(f"{shown_path(path)}: cannot be opened: {error.strerror}") from error
     except ValueError as error:

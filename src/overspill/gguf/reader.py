@@ -38,6 +38,7 @@ class GgufFile:
         self.tensors: dict[str, TensorInfo] = {}
         for part in parts:
             self.tensors.update(part.table.tensors)
+        self._file_ids = tuple(part.file_id for part in parts)
         self._maps: tuple[NDArray[np.uint8], ...] = tuple(part.data for part in parts)
 
     @property
@@ -63,7 +64,7 @@ class GgufFile:
     def file_range(self, name: str) -> FileRange:
         """Where the bytes of a tensor lie. `KeyError` if there is no such tensor."""
         info = self.tensors[name]
-        return FileRange(self.paths[info.part], info.offset, info.n_bytes)
+        return FileRange(self.paths[info.part], self._file_ids[info.part], info.offset, info.n_bytes)
 
     def close(self) -> None:
         """Let go of the maps; each goes away with the last view of it."""

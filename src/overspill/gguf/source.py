@@ -14,9 +14,10 @@ from overspill.gguf.tensors import TensorInfo
 
 
 class FileRange(NamedTuple):
-    """`n_bytes` of a file from `offset` on."""
+    """`n_bytes` of a file from `offset` on; file_id: device and inode of the file that the path named."""
 
     path: Path
+    file_id: tuple[int, int]
     offset: int
     n_bytes: int
 

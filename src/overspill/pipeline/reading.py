@@ -84,8 +84,7 @@ class TensorReader:
         where = self._source.file_range(name)
         if where is not None:
             return partial(self._read, where, name)
-        made = tensor_over(self._source.bytes_of(name))
-        return lambda first, target: _copy(target, made[first : first + target.numel()])
+        return reader_of(tensor_over(self._source.bytes_of(name)))
 
     def __enter__(self) -> TensorReader:
         return self
@@ -98,17 +97,20 @@ class TensorReader:
         if target.is_meta:  # of a device that executes nothing
             return
         try:
-            self._file(where.path).read(where.offset + first, target)
+            self._file(where).read(where.offset + first, target)
         except EOFError:
             raise UserError(f"{shown_path(where.path)}: ended while tensor {name} was read; fetch it again") from None
         except OSError as error:
             raise UserError(f"{shown_path(where.path)}: cannot read tensor {name}: {error.strerror}") from error
 
-    def _file(self, path: Path) -> _File:
+    def _file(self, where: FileRange) -> _File:
         with self._lock:
-            if path not in self._files:
-                self._files[path] = (_open_direct(path) if self._is_direct else None) or _File(path)
-            return self._files[path]
+            if where.path not in self._files:
+                file = (_open_direct(where.path) if self._is_direct else None) or _File(where.path)
+                self._files[where.path] = file
+                if file.file_id != where.file_id:
+                    raise UserError(f"{shown_path(where.path)}: was replaced while it was being loaded; start again")
+            return self._files[where.path]
 
 
 def tensor_over(raw: NDArray[np.uint8]) -> torch.Tensor:
@@ -118,8 +120,13 @@ def tensor_over(raw: NDArray[np.uint8]) -> torch.Tensor:
         return torch.from_numpy(raw)
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    target.copy_(source)
+def reader_of(values: torch.Tensor) -> ReadInto:
+    """Reads bytes that are in memory, uint8 `[n]`."""
+
+    def read(first: int, target: torch.Tensor) -> None:
+        target.copy_(values[first : first + target.numel()])
+
+    return read
 
 
 class _File:
@@ -127,6 +134,12 @@ class _File:
 
     def __init__(self, path: Path, flags: int = 0) -> None:
         self._fd = os.open(path, os.O_RDONLY | flags)
+
+    @property
+    def file_id(self) -> tuple[int, int]:
+        """Device and inode."""
+        status = os.fstat(self._fd)
+        return status.st_dev, status.st_ino
 
     def read(self, offset: int, target: torch.Tensor) -> None:
         """Fill `target` from `offset` on. `EOFError` when the file ends before."""

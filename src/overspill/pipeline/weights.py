@@ -1,23 +1,19 @@
 """Loading: every tensor to its home, once.
 
-Weights of a device are copied through a small pinned ring; experts whose home is the host but whose layer computes on
-an accelerator go into pinned memory, from where slabs are uploaded; what the CPU itself computes with stays where the
-file is mapped.
+Weights of a device are read into a small pinned ring and go up from there; experts whose home is the host but whose
+layer computes on an accelerator go into the arena, from where slabs are uploaded; what the CPU itself computes with
+stays where the file is mapped, or is read into memory of its own, as the load mode says.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from overspill.device.base import Buffer, Device, Devices, Event, MemoryKind, Part
+from overspill.device.base import Buffer, Device, Devices, Event, MemoryKind
 from overspill.device.lane import Lane
 from overspill.gguf.source import ModelSource
 from overspill.gguf.tensors import TensorInfo
@@ -26,6 +22,10 @@ from overspill.kernels import Ops
 from overspill.models.base import Block, HParams, Model, TensorSpec
 from overspill.models.describe import is_widened
 from overspill.models.layers import PARTS, expert_vectors
+from overspill.pipeline.arena import Arena
+from overspill.pipeline.reading import LoadMode, ReadInto, TensorReader, reader_of, tensor_over
+from overspill.pipeline.residence import Bytes, Residence, lock, read_ahead, reserve_bytes
+from overspill.pipeline.ring import LoadRing, PinnedRing
 from overspill.pipeline.split import Layout
 from overspill.pipeline.upload import WIDE_VALUE_BYTES, HostExperts, HostPart
 from overspill.quant.dequant import dequantize
@@ -37,10 +37,15 @@ _RING_BYTES = 32 << 20
 
 @dataclass(frozen=True, eq=False)
 class Loaded:
-    """A model whose layers are bound to devices, and the experts that stayed in host RAM, by layer."""
+    """A model whose layers are bound to devices, and the experts that stayed in host RAM, by layer.
+
+    rings: by number of the accelerator, where some of its experts could not be pinned.
+    """
 
     model: Model
     host_experts: dict[int, HostExperts]
+    rings: dict[int, PinnedRing]
+    residence: Residence
 
 
 def load(
@@ -54,6 +59,7 @@ def load(
     *,
     is_on_host: Callable[[str], bool] = lambda name: True,
     progress: Callable[[int], None] = lambda n_bytes: None,
+    mode: LoadMode = LoadMode.AUTO,
     n_threads: int = 4,
     widens_dense: bool = False,
 ) -> Loaded:
@@ -63,29 +69,57 @@ def load(
     tensor done. n_threads: read experts that stay in host RAM. widens_dense: dense matrices of accelerators become
     bfloat16 here (see `models.describe.is_widened`), where their kernels can.
     """
-    loader = _Loader(source, devices, ops_of, progress, widens_dense=widens_dense)
-    by_layer: list[list[TensorSpec]] = [[] for _ in range(hp.n_layer)]
+    by_layer, top = _by_layer(specs, hp.n_layer)
+    shared = [spec for name, spec in top.items() if name.startswith("rope_")]
+    with TensorReader(source, is_direct=mode is LoadMode.DIO) as reader:
+        loader = _Loader(source, reader, devices, ops_of, progress, mode=mode, widens_dense=widens_dense)
+        blocks: list[Block] = []
+        staged: dict[int, list[str]] = {}
+        vectors: dict[int, ExpertVectors] = {}
+        for i_layer, layer_specs in enumerate(by_layer):
+            if layout.has_host_experts(i_layer):
+                staged[i_layer] = [s.name for s in layer_specs if _is_routed(s.name) and is_on_host(s.name)]
+                vectors[i_layer] = expert_vectors(loader.block(devices.host, _vectors(layer_specs), is_counted=False))
+            own = [s for s in layer_specs if s.name not in staged.get(i_layer, ())]
+            blocks.append(loader.block(devices.all[layout.layer_device[i_layer]], [*own, *shared]))
+        embedding = loader.block(devices.all[layout.embed_device], [top["token_embd.weight"]])
+        head = loader.block(devices.all[layout.output_device], _head(top), tied="output.weight" not in top)
+        loader.free_ring_host()
+        arena = Arena(source, reader, devices.host, mode)
+        parts = [(name, layout.layer_device[i]) for i, names in staged.items() for name in names]
+        arena.place(parts, loader.budget_bytes)
+        arena.fill(n_threads, progress)
+    host_experts = {i: _host_experts(source, arena, i, hp.n_expert, vectors[i]) for i in staged}
+    return Loaded(make_model(hp, embedding, blocks, head), host_experts, arena.rings, loader.settle(arena))
+
+
+def _by_layer(specs: Sequence[TensorSpec], n_layer: int) -> tuple[list[list[TensorSpec]], dict[str, TensorSpec]]:
+    """Tensors of each layer, and those of none by name."""
+    by_layer: list[list[TensorSpec]] = [[] for _ in range(n_layer)]
     top: dict[str, TensorSpec] = {}
     for spec in specs:
         if spec.name.startswith("blk."):
             by_layer[int(spec.name.split(".")[1])].append(spec)
         else:
             top[spec.name] = spec
-    host_experts: dict[int, HostExperts] = {}
-    blocks = []
-    for i_layer, layer_specs in enumerate(by_layer):
-        if layout.has_host_experts(i_layer):
-            staged = [s.name for s in layer_specs if _is_routed(s.name) and is_on_host(s.name)]
-            vectors = expert_vectors(loader.block(devices.host, _vectors(layer_specs), is_counted=False))
-            host_experts[i_layer] = loader.host_experts(i_layer, hp.n_expert, staged, vectors)
-            layer_specs = [s for s in layer_specs if s.name not in staged]
-        shared = [spec for name, spec in top.items() if name.startswith("rope_")]
-        blocks.append(loader.block(devices.all[layout.layer_device[i_layer]], [*layer_specs, *shared]))
-    loader.fill_host_experts(n_threads)
-    embedding = loader.block(devices.all[layout.embed_device], [top["token_embd.weight"]])
-    head = loader.block(devices.all[layout.output_device], _head(top), tied="output.weight" not in top)
-    loader.free_ring()
-    return Loaded(make_model(hp, embedding, blocks, head), host_experts)
+    return by_layer, top
+
+
+def _host_experts(
+    source: ModelSource, arena: Arena, i_layer: int, n_experts: int, vectors: ExpertVectors
+) -> HostExperts:
+    """Routed experts of a layer as they lie in the arena; parts that do not are on the layer's device."""
+    parts: list[HostPart | None] = []
+    for part in PARTS:
+        name = f"blk.{i_layer}.{part}.weight"
+        buffer = arena.buffers.get(name)
+        if buffer is None:
+            parts.append(None)
+        else:
+            n, rows, cols = source.tensors[name].shape
+            parts.append(HostPart(buffer, source.tensors[name].type, (n, rows, cols)))
+    gate, up, down = parts
+    return HostExperts((gate, up, down), n_experts, vectors)
 
 
 def _head(top: dict[str, TensorSpec]) -> list[TensorSpec]:
@@ -106,19 +140,35 @@ class _Loader:
     def __init__(
         self,
         source: ModelSource,
+        reader: TensorReader,
         devices: Devices,
         ops_of: Callable[[Device], Ops],
         progress: Callable[[int], None],
         *,
+        mode: LoadMode,
         widens_dense: bool,
     ) -> None:
-        self._widens_dense = widens_dense
         self._source = source
+        self._reader = reader
         self._devices = devices
         self._ops_of = ops_of
         self._progress = progress
-        self._ring: _Ring | None = None
-        self._to_fill: list[tuple[str, torch.Tensor]] = []
+        self._mode = mode
+        self._widens_dense = widens_dense
+        self._ring: LoadRing | None = None
+        self._mapped: dict[str, Bytes] = {}
+        self._n_copied_bytes = 0
+        self._n_device_bytes = 0
+
+    @property
+    def budget_bytes(self) -> int:
+        """What may be pinned now: what is free less a reserve and the mapped weights that should stay in memory."""
+        host = self._devices.host
+        return host.free_bytes - reserve_bytes(host.total_bytes) - self._n_mapped_bytes
+
+    @property
+    def _n_mapped_bytes(self) -> int:
+        return sum(len(view) for view in self._mapped.values())
 
     def block(
         self, device: Device, specs: Iterable[TensorSpec], *, tied: bool = False, is_counted: bool = True
@@ -140,53 +190,62 @@ class _Loader:
                 self._progress(self._source.tensors[spec.name].n_bytes)
         return Block(self._ops_of(device), matrices, vectors)
 
-    def host_experts(self, i_layer: int, n_experts: int, staged: Sequence[str], vectors: ExpertVectors) -> HostExperts:
-        """Routed experts of a layer in pinned memory: the tensors named in `staged`."""
-        names = (f"blk.{i_layer}.{part}.weight" for part in PARTS)
-        gate, up, down = (self._host_part(name) if name in staged else None for name in names)
-        return HostExperts((gate, up, down), n_experts, vectors)
+    def free_ring_host(self) -> None:
+        """Wait until the weights of accelerators have arrived, and give back what only loading needed."""
+        if self._ring is not None:
+            self._ring.free_host()
+            self._ring = None
 
-    def _host_part(self, name: str) -> HostPart:
-        info = self._source.tensors[name]
-        buffer = self._devices.host.allocate_pinned(info.n_bytes, name=name, kind=MemoryKind.WEIGHTS)
-        self._to_fill.append((name, buffer.host_tensor))
-        n_experts, rows, cols = info.shape
-        return HostPart(buffer, info.type, (n_experts, rows, cols))
-
-    def fill_host_experts(self, n_threads: int) -> None:
-        """Read the experts that stay in host RAM into their memory, on several threads."""
-
-        def fill(job: tuple[str, torch.Tensor]) -> int:
-            name, target = job
-            target.copy_(_tensor(self._source.bytes_of(name)))
-            return target.numel()
-
-        with ThreadPoolExecutor(n_threads) as pool:
-            for n_bytes in pool.map(fill, self._to_fill):
-                self._progress(n_bytes)
-        self._to_fill.clear()
+    def settle(self, arena: Arena) -> Residence:
+        """Lock or read ahead what stays in the mapped file. Returns where everything is."""
+        host, views = self._devices.host, list(self._mapped.values())
+        n_locked = lock(views, self.budget_bytes + self._n_mapped_bytes) if self._mode.is_locked and views else 0
+        if views or arena.mapped:
+            read_ahead([*([] if n_locked else views), *arena.mapped], host.free_bytes)
+        return Residence(
+            self._mode,
+            self._n_device_bytes,
+            arena.pinned_bytes,
+            arena.pageable_bytes,
+            self._n_mapped_bytes,
+            self._n_copied_bytes,
+            n_locked,
+        )
 
     def _matrix(self, device: Device, spec: TensorSpec) -> QTensor:
         info = self._source.tensors[spec.name]
-        raw = _tensor(self._source.bytes_of(spec.name))
         if device.is_host:
-            return QTensor.from_bytes(raw, info.type, info.shape)
+            return QTensor.from_bytes(self._on_host(info), info.type, info.shape)
         plain = self._ops_of(device).plain
         if self._widens_dense and plain is not None and is_widened(info):
-            return self._plain(device, raw, info, plain)
-        return QTensor.from_bytes(self._send(device, raw, spec.name), info.type, info.shape)
+            return self._plain(device, info, plain)
+        target = self._new(device, info.n_bytes, info.name)
+        self._send(target, self._reader.open(info.name))
+        return QTensor.from_bytes(target.raw(), info.type, info.shape)
 
-    def _plain(
-        self, device: Device, raw: torch.Tensor, info: TensorInfo, plain: Callable[[QTensor, QTensor], None]
-    ) -> QTensor:
+    def _on_host(self, info: TensorInfo) -> torch.Tensor:
+        """Bytes of a tensor that the CPU computes with: where they are, unless the mode wants a copy."""
+        is_in_file = self._source.file_range(info.name) is not None
+        if self._mode.is_mapped or not is_in_file:
+            view = self._source.bytes_of(info.name)
+            if is_in_file:
+                self._mapped[info.name] = view
+            else:
+                self._n_copied_bytes += info.n_bytes
+            return tensor_over(view)
+        target = self._devices.host.allocate((info.n_bytes,), torch.uint8, kind=MemoryKind.WEIGHTS, name=info.name)
+        self._n_copied_bytes += info.n_bytes
+        self._reader.open(info.name)(0, target.host_tensor)
+        return target.host_tensor
+
+    def _plain(self, device: Device, info: TensorInfo, plain: Callable[[QTensor, QTensor], None]) -> QTensor:
         """A matrix in bfloat16; its blocks are on the device only for as long as it takes."""
-        n_bytes = prod(info.shape) * WIDE_VALUE_BYTES
-        target = device.allocate((n_bytes,), torch.uint8, kind=MemoryKind.WEIGHTS, name=info.name)
-        blocks = device.allocate((raw.numel(),), torch.uint8, kind=MemoryKind.STAGING, name=info.name)
-        self._send_into(blocks, raw)
+        target = self._new(device, prod(info.shape) * WIDE_VALUE_BYTES, info.name)
+        blocks = device.allocate((info.n_bytes,), torch.uint8, kind=MemoryKind.STAGING, name=info.name)
+        stream = device.stream(Lane.COMPUTE)
+        stream.wait(self._send(blocks, self._reader.open(info.name)))
         source = QTensor.from_bytes(blocks.raw(), info.type, info.shape)
         wide = QTensor.from_bytes(target.raw(), TensorType.BF16, info.shape)
-        stream = device.stream(Lane.COMPUTE)
         stream.launch(lambda: plain(source, wide), label=f"load {info.name}", reads=(blocks,), writes=(target,))
         stream.record().wait_host()
         device.free(blocks)
@@ -194,64 +253,23 @@ class _Loader:
 
     def _vector(self, device: Device, spec: TensorSpec) -> torch.Tensor:
         info = self._source.tensors[spec.name]
-        raw = _tensor(self._source.bytes_of(spec.name))
+        raw = torch.empty(info.n_bytes, dtype=torch.uint8)
+        self._reader.open(info.name)(0, raw)
         values = dequantize(QTensor.from_bytes(raw, info.type, info.shape)).contiguous()
-        if not device.is_host:
-            values = self._send(device, values.view(torch.uint8).flatten(), spec.name).view(torch.float32)
-        return values.view(spec.shape)
+        if device.is_host:
+            self._n_copied_bytes += values.nbytes
+            return values.view(spec.shape)
+        flat = values.view(torch.uint8).flatten()
+        target = self._new(device, flat.numel(), spec.name)
+        self._send(target, reader_of(flat))
+        return target.raw().view(torch.float32).view(spec.shape)
 
-    def _send(self, device: Device, raw: torch.Tensor, name: str) -> torch.Tensor:
-        target = device.allocate((raw.numel(),), torch.uint8, kind=MemoryKind.WEIGHTS, name=name)
-        self._send_into(target, raw)
-        return target.raw()
+    def _new(self, device: Device, n_bytes: int, name: str) -> Buffer:
+        self._n_device_bytes += n_bytes
+        return device.allocate((n_bytes,), torch.uint8, kind=MemoryKind.WEIGHTS, name=name)
 
-    def _send_into(self, target: Buffer, raw: torch.Tensor) -> None:
+    def _send(self, target: Buffer, read: ReadInto) -> Event:
         if self._ring is None:
-            self._ring = _Ring(self._devices)
-        self._ring.send(target, raw)
-
-    def free_ring(self) -> None:
-        """Give back what only loading needed."""
-        if self._ring is not None:
-            self._ring.free()
-            self._ring = None
-
-
-class _Ring:
-    """Two pinned chunks through which weights travel to accelerators."""
-
-    def __init__(self, devices: Devices) -> None:
-        self._host = devices.host
-        self._chunks = [devices.host.allocate_pinned(_RING_BYTES, name=f"load{i}") for i in range(2)]
-        self._busy: list[Event | None] = [None, None]
-        self._i = 0
-
-    def send(self, target: Buffer, raw: torch.Tensor) -> None:
-        """Copy `raw` into `target`; returns when the copy is done."""
-        stream = target.device.stream(Lane.UPLOAD)
-        for first in range(0, raw.numel(), _RING_BYTES):
-            piece = raw[first : first + _RING_BYTES]
-            self._put(target, stream_offset=first, piece=piece)
-        stream.record().wait_host()
-
-    def free(self) -> None:
-        """Give the memory back; every `send` has ended."""
-        for chunk in self._chunks:
-            self._host.free(chunk)
-
-    def _put(self, target: Buffer, *, stream_offset: int, piece: torch.Tensor) -> None:
-        i, self._i = self._i, 1 - self._i
-        busy = self._busy[i]
-        if busy is not None:
-            busy.wait_host()
-        self._chunks[i].host_tensor[: piece.numel()].copy_(piece)
-        stream = target.device.stream(Lane.UPLOAD)
-        stream.upload(target, [Part(self._chunks[i], 0, stream_offset, piece.numel())], label=f"load {target.name}")
-        self._busy[i] = stream.record()
-
-
-def _tensor(raw: NDArray[np.uint8]) -> torch.Tensor:
-    """A tensor over mapped, read-only bytes; nobody writes to weights."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(raw)
+            largest = max(info.n_bytes for info in self._source.tensors.values())
+            self._ring = LoadRing(self._devices.host, chunk_bytes=min(_RING_BYTES, largest))
+        return self._ring.send(target, read)

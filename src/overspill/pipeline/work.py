@@ -18,6 +18,7 @@ from overspill.kernels import Ops
 from overspill.models.base import Model, Routing, UbatchView, forward_layer
 from overspill.pipeline.ledger import Resource
 from overspill.pipeline.memory import Memory
+from overspill.pipeline.ring import PinnedRing
 from overspill.pipeline.schedule import Action, Verb
 from overspill.pipeline.split import Layout
 from overspill.pipeline.upload import HostExperts, staged, upload_parts, widened
@@ -31,13 +32,20 @@ class Work:
     """The verbs over one model's memory."""
 
     def __init__(
-        self, model: Model, layout: Layout, memory: Memory, host_experts: Mapping[int, HostExperts], host_ops: Ops
+        self,
+        model: Model,
+        layout: Layout,
+        memory: Memory,
+        host_experts: Mapping[int, HostExperts],
+        host_ops: Ops,
+        rings: Mapping[int, PinnedRing],
     ) -> None:
         self._model = model
         self._layout = layout
         self._memory = memory
         self._host_experts = host_experts
         self._host_ops = host_ops
+        self._rings = rings
         self._slab_ids: dict[tuple[int, int], Sequence[int]] = {}
         self._turned: defaultdict[tuple[int, int], Angles] = defaultdict(dict)
         self._compute: dict[Verb, Callable[[Action, Ubatch], Callable[[], None]]] = {
@@ -214,7 +222,13 @@ class Work:
         ids = self._ids_of(action.layer, action.slab)
         if ids:
             slot = self._one(("slot", action.device, action.slot))
-            stream.upload(slot, upload_parts(self._host_experts[action.layer], ids), label=action.label)
+            parts = upload_parts(self._host_experts[action.layer], ids)
+            pinned = [part for part in parts if part.src.is_pinned]
+            if pinned:
+                stream.upload(slot, pinned, label=action.label)
+            if len(pinned) < len(parts):
+                pageable = [part for part in parts if not part.src.is_pinned]
+                self._rings[action.device].upload(stream, slot, pageable, label=action.label)
 
     def _copy(self, action: Action, stream: Stream, n_bytes: int) -> None:
         (source,), (target,) = self._memory[action.reads[0]], self._memory[action.writes[0]]

@@ -1,0 +1,128 @@
+"""Routed experts that stay in host RAM while accelerators compute with them.
+
+They are pinned, so that accelerators can copy from them while the host goes on, as far as the budget allows; what is
+over stays pageable and goes up through pinned rings. A refused pin never changes who computes.
+
+Rings are reserved before the experts, and given back where nobody needs them: memory that runs out later leaves a way
+up for what could not be pinned.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from overspill.device.base import Buffer, HostDevice, MemoryKind
+from overspill.errors import OutOfMemory
+from overspill.gguf.source import ModelSource
+from overspill.pipeline.reading import LoadMode, TensorReader, tensor_over
+from overspill.pipeline.residence import Bytes, choose_pinned
+from overspill.pipeline.ring import N_CHUNKS, PinnedRing
+
+_CHUNK_BYTES = 16 << 20
+_MIN_CHUNK_BYTES = 1 << 12
+_MIB = 1 << 20
+_log = logging.getLogger(__name__)
+
+
+class Arena:
+    """Buffers of the experts by tensor name, and the rings by number of their accelerator.
+
+    mapped: views of the file that pageable experts stay in.
+    """
+
+    def __init__(self, source: ModelSource, reader: TensorReader, host: HostDevice, mode: LoadMode) -> None:
+        self.buffers: dict[str, Buffer] = {}
+        self.rings: dict[int, PinnedRing] = {}
+        self.mapped: list[Bytes] = []
+        self._source = source
+        self._reader = reader
+        self._host = host
+        self._mode = mode
+        self._to_fill: list[str] = []
+        self._refusal: str | None = None
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(buffer.n_bytes for buffer in self.buffers.values() if buffer.is_pinned)
+
+    @property
+    def pageable_bytes(self) -> int:
+        return sum(buffer.n_bytes for buffer in self.buffers.values() if not buffer.is_pinned)
+
+    def place(self, parts: Sequence[tuple[str, int]], budget_bytes: int) -> None:
+        """Reserve memory for these tensors, each with the number of the accelerator that it goes up to.
+
+        budget_bytes: the most to pin, rings included. One warning when that is not enough for all.
+        """
+        if not parts:
+            return
+        sizes = [self._source.tensors[name].n_bytes for name, _ in parts]
+        accelerators = sorted({i for _, i in parts})
+        budget_bytes -= self._open_rings(accelerators, max(sizes), budget_bytes)
+        for (name, _), is_pinned in zip(parts, choose_pinned(sizes, budget_bytes), strict=True):
+            self.buffers[name] = (is_pinned and self._pinned(name)) or self._pageable(name)
+        needed = {i for name, i in parts if not self.buffers[name].is_pinned}
+        for i in accelerators:
+            if i not in needed:
+                self.rings.pop(i).free()
+        if needed:
+            self._tell(budget_bytes)
+
+    def fill(self, n_threads: int, progress: Callable[[int], None]) -> None:
+        """Read the experts into their memory, on several threads. progress: called with the bytes of each tensor."""
+        tensors = [(name, self.buffers[name].host_tensor) for name in self._to_fill]
+
+        def read(job: tuple[str, torch.Tensor]) -> int:
+            name, target = job
+            self._reader.open(name)(0, target)
+            return target.numel()
+
+        with ThreadPoolExecutor(n_threads) as pool:
+            for n_bytes in pool.map(read, tensors):
+                progress(n_bytes)
+        for view in self.mapped:
+            progress(len(view))
+
+    def _open_rings(self, accelerators: Sequence[int], largest: int, budget_bytes: int) -> int:
+        """Reserve the rings, at most half of the budget unless that is next to nothing. Returns their bytes."""
+        n_chunks = len(accelerators) * N_CHUNKS
+        chunk_bytes = max(_MIN_CHUNK_BYTES, min(_CHUNK_BYTES, largest, budget_bytes // (2 * n_chunks)))
+        for i in accelerators:
+            self.rings[i] = PinnedRing(self._host, i, chunk_bytes=chunk_bytes)
+        return n_chunks * chunk_bytes
+
+    def _pinned(self, name: str) -> Buffer | None:
+        if self._refusal is not None:
+            return None
+        try:
+            n_bytes = self._source.tensors[name].n_bytes
+            buffer = self._host.allocate_pinned(n_bytes, name=name, kind=MemoryKind.WEIGHTS)
+        except OutOfMemory as error:
+            self._refusal = str(error)
+            return None
+        self._to_fill.append(name)
+        return buffer
+
+    def _pageable(self, name: str) -> Buffer:
+        """In the mapped file, or in memory of its own."""
+        if self._mode.is_mapped and self._source.file_range(name) is not None:
+            self.mapped.append(self._source.bytes_of(name))
+            return self._host.wrap(tensor_over(self.mapped[-1]), name=name)
+        self._to_fill.append(name)
+        shape = (self._source.tensors[name].n_bytes,)
+        return self._host.allocate(shape, torch.uint8, kind=MemoryKind.WEIGHTS, name=name)
+
+    def _tell(self, budget_bytes: int) -> None:
+        why = self._refusal or f"the host can spare {max(0, budget_bytes) / _MIB:.1f} MiB"
+        _log.warning(
+            "%.1f MiB of experts are pinned, %.1f MiB are not (%s): these go up more slowly, through %.1f MiB of "
+            "pinned memory",
+            self.pinned_bytes / _MIB,
+            self.pageable_bytes / _MIB,
+            why,
+            sum(ring.n_bytes for ring in self.rings.values()) / _MIB,
+        )
