@@ -6,6 +6,7 @@ makes no difference. Tokens of a stop string that is cut off have no logprobs.
 
 from __future__ import annotations
 
+import codecs
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ class Piece(NamedTuple):
 
 
 class _Pending(NamedTuple):
-    """A token whose text is not shown yet: its entry, and its place in the bytes of the answer."""
+    """A token whose text is not shown yet: its entry, and its place in the characters of the answer."""
 
     entry: dict[str, Any]
     start: int
@@ -47,8 +48,9 @@ class Answer:
         self._stream = TextStream(tokenizer, stop)
         self._pieces: list[str] = []
         self._pending: deque[_Pending] = deque()
-        self._n_bytes = 0
-        self._n_shown_bytes = 0
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._n_chars = 0
+        self._n_shown = 0
 
     @property
     def text(self) -> str:
@@ -83,7 +85,7 @@ class Answer:
 
     def _piece(self, text: str, token_ids: list[int], *, is_last: bool) -> Piece:
         self._pieces.append(text)
-        self._n_shown_bytes += len(text.encode("utf-8", "replace"))
+        self._n_shown += len(text)
         shown = []
         while self._pending and self._is_shown(self._pending[0], is_last=is_last):
             shown.append(self._pending.popleft().entry)
@@ -92,15 +94,16 @@ class Answer:
 
     def _is_shown(self, token: _Pending, *, is_last: bool) -> bool:
         if self.is_stopped:
-            return token.start < self._n_shown_bytes
-        return is_last or token.end <= self._n_shown_bytes
+            return token.start < self._n_shown
+        return is_last or token.end <= self._n_shown
 
     def _remember(self, event: TokenEvent) -> None:
         entry = self._entry(event.token_id, event.logprob)
         entry["top_logprobs"] = [self._entry(token_id, logprob) for token_id, logprob in event.top]
-        start = self._n_bytes
-        self._n_bytes += 0 if event.is_stop else len(self._tokenizer.piece(event.token_id))
-        self._pending.append(_Pending(entry, start, self._n_bytes))
+        start = self._n_chars
+        self._n_chars += 0 if event.is_stop else len(self._utf8.decode(self._tokenizer.piece(event.token_id)))
+        is_unfinished = self._utf8.getstate()[0] != b""
+        self._pending.append(_Pending(entry, start, self._n_chars + is_unfinished))
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         data = self._tokenizer.piece(token_id, special=True)

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 
@@ -21,7 +22,7 @@ _PATIENCE_S = 5
 
 def run_server(host: Host, settings: ServerSettings) -> None:
     """Serve until told to end. Raises what kept the model from loading, UserError for an address not to be had."""
-    listener = _listen(settings)
+    listener = listen(settings)
     address = listener.getsockname()
     print(f"overspill: listening on http://{settings.host}:{address[1]}", file=sys.stderr, flush=True)
     config = uvicorn.Config(
@@ -52,6 +53,9 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
+        if threading.current_thread() is not threading.main_thread():  # which alone may handle signals
+            yield
+            return
         before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
@@ -64,13 +68,21 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets=sockets)
 
 
-def _listen(settings: ServerSettings) -> socket.socket:
+def listen(settings: ServerSettings) -> socket.socket:
+    """A socket at the address; UserError if it cannot be had."""
     try:
         family = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        return _bound(socket.socket(family, socket.SOCK_STREAM), settings)
+    except OSError as error:
+        raise UserError(f"--host {settings.host} --port {settings.port}: {error}; choose another address") from None
+
+
+def _bound(listener: socket.socket, settings: ServerSettings) -> socket.socket:
+    try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((settings.host, settings.port))
         listener.listen(2048)
-    except OSError as error:
-        raise UserError(f"--host {settings.host} --port {settings.port}: {error}; choose another address") from None
+    except OSError:
+        listener.close()
+        raise
     return listener

@@ -1,0 +1,117 @@
+"""Serving a tiny model from a thread, and asking it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import uvicorn
+
+from overspill.llm import LLM
+from overspill.server.app import create_app
+from overspill.server.host import Host
+from overspill.server.run import Server, listen
+from overspill.server.settings import ServerSettings
+from overspill.text.chat import ChatTemplate
+from tests.helpers.plain import DATA
+
+MODEL = DATA / "models" / "qwen3moe.gguf"
+N_CTX = 256
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 24}
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server that runs. client: of its own, with time-outs that fail a test."""
+
+    url: str
+    host: Host
+    llm: LLM
+    client: httpx.Client
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self.client.post(path, content=json.dumps(body))
+
+    def ask(self, path: str, **body: Any) -> Any:
+        """The answer to a request that must succeed."""
+        response = self.post(path, **body)
+        assert response.status_code == 200, response.text
+        return strict(response.text)
+
+    def events(self, path: str, **body: Any) -> list[Any]:
+        """The data of a stream, `[DONE]` as a text."""
+        with self.client.stream("POST", path, json={**body, "stream": True}) as response:
+            assert response.status_code == 200, response.read()
+            assert response.headers["content-type"].startswith("text/event-stream")
+            return [event_data(line) for line in response.iter_lines() if line.startswith("data: ")]
+
+    def metric(self, name: str) -> float:
+        lines = self.client.get("/metrics").text.splitlines()
+        return float(next(line.split()[-1] for line in lines if line.startswith(name + " ")))
+
+    def n_busy(self) -> int:
+        return sum(slot["is_processing"] for slot in self.client.get("/slots").json())
+
+    def wait_until_idle(self, timeout_s: float = 20.0) -> None:
+        wait_until(lambda: self.n_busy() == 0 and self.host.engine.n_waiting == 0, timeout_s)
+
+
+def strict(text: str) -> Any:
+    """JSON without NaN and infinities."""
+    return json.loads(text, parse_constant=lambda name: pytest_fail(f"{name} is no JSON"))
+
+
+def pytest_fail(message: str) -> Any:
+    raise AssertionError(message)
+
+
+def event_data(line: str) -> Any:
+    data = line.removeprefix("data: ")
+    return data if data == "[DONE]" else strict(data)
+
+
+def wait_until(is_so: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def open_model(_: Any = None) -> LLM:
+    return LLM(MODEL, devices="cpu", n_ctx=2 * N_CTX, n_parallel=2, n_ubatch=16, n_wave=32, threads=1)
+
+
+@contextmanager
+def serving(
+    settings: ServerSettings | None = None, *, open_llm: Callable[[Any], LLM] = open_model, is_awaited: bool = True
+) -> Iterator[Served]:
+    """A server of this process. is_awaited: until its model is loaded."""
+    settings = settings or ServerSettings(port=0, name="tiny", ping_s=0.2)
+    with LLM(MODEL, devices="cpu", n_ctx=64) as llm:
+        template = ChatTemplate.from_keys(llm.source.keys)
+    host = Host(open_llm, name=settings.name, template=template)
+    listener = listen(settings)
+    config = uvicorn.Config(
+        create_app(host, settings), log_level="warning", ws="none", lifespan="off", server_header=False
+    )
+    server = Server(config, host)
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+    thread.start()
+    host.start()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    try:
+        with httpx.Client(base_url=url, timeout=60) as client:
+            if is_awaited:
+                wait_until(lambda: client.get("/health").status_code == 200)
+            yield Served(url, host, host.llm if is_awaited else None, client)  # type: ignore[arg-type]
+    finally:
+        server.end()
+        thread.join(30)
+        assert not thread.is_alive()
