@@ -213,12 +213,15 @@ def pipe(
     waits_on_host: bool = False,
     mode: LoadMode = LoadMode.AUTO,
 ) -> Iterator[Pipe]:
-    """Open devices (or take those given), load, reserve; close at the end."""
+    """Open devices (or take those given), reserve, load; close at the end."""
     arch, hp, specs, source = understand(source)
     layout, slot_bytes = make_layout(source, hp.n_layer, hp.n_expert, shape)
     layout = replace(layout, detour=detour)
     devices = devices or _open(kind, shape.n_devices, chaos_seed)
     try:
+        memory = Memory(
+            devices, layout, hp, Sizes(n_ubatch, n_ubatches, n_slots, n_cells), staging_plans(slot_bytes, hp, shape)
+        )
         with patch.object(weights, "_RING_BYTES", _RING_BYTES), rare_delays(0, share=0.0):
             loaded = load(
                 source,
@@ -231,9 +234,6 @@ def pipe(
                 is_on_host=shape.is_on_host,
                 mode=mode,
             )
-        memory = Memory(
-            devices, layout, hp, Sizes(n_ubatch, n_ubatches, n_slots, n_cells), staging_plans(slot_bytes, hp, shape)
-        )
         work = Work(loaded.model, layout, memory, loaded.host_experts, OPS, loaded.rings)
         runner = Runner(devices, layout, memory, work, max_in_flight=max_in_flight, waits_on_host=waits_on_host)
         n_bytes = sum(experts.n_bytes for experts in loaded.host_experts.values())
