@@ -9,7 +9,7 @@ from overspill.cache.cells import KvShape, Segment
 from overspill.cache.kv import KvCache
 from overspill.kernels import ref
 from overspill.models.base import UbatchView
-from overspill.models.layers import attend_cached
+from overspill.models.layers import attend_cached, put_heads
 from overspill.models.llama4 import temperature
 
 N, H, A = 37, 2, 4
@@ -36,7 +36,9 @@ def test_windows_and_chunks(window: int | None, chunk: int | None, n_ubatch: int
         rows = slice(first, min(N, first + n_ubatch))
         view = UbatchView((Segment(0, first, rows.stop - first),), torch.arange(first, rows.stop))
         outputs.append(
-            attend_cached(ref.OPS, cache, view, q[rows], k[rows], v[rows], scale=1.0, window=window, chunk=chunk)
+            attend_cached(
+                ref.OPS, cache, view, put_heads(cache, q[rows], k[rows], v[rows]), scale=1.0, window=window, chunk=chunk
+            )
         )
     pos, key = torch.arange(N)[:, None], torch.arange(N)[None]
     is_seen = (key <= pos) & (pos - key < (window or N)) & (key >= pos // (chunk or N) * (chunk or N))
@@ -49,7 +51,7 @@ def test_chunks_of_two_sequences_in_one_ubatch() -> None:
     cache = KvCache.over(shape, [torch.full(dims, torch.nan) for dims in shape.tensor_shapes(2, N)])
     segments = (Segment(1, 0, 20), Segment(0, 0, 17))
     positions = torch.cat([torch.arange(20), torch.arange(17)])
-    out = attend_cached(ref.OPS, cache, UbatchView(segments, positions), q, k, v, scale=1.0, chunk=8)
+    out = attend_cached(ref.OPS, cache, UbatchView(segments, positions), put_heads(cache, q, k, v), scale=1.0, chunk=8)
     sequence = torch.tensor([1] * 20 + [0] * 17)
     pos, key = positions[:, None], positions[None]
     is_seen = (sequence[:, None] == sequence[None]) & (key <= pos) & (key >= pos // 8 * 8)

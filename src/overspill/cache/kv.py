@@ -35,6 +35,11 @@ class KvCache:
         self.k[segment.slot, :, cells] = k_TGA.transpose(0, 1)
         self.v[segment.slot, :, cells] = v_TGB.transpose(0, 1)
 
+    def cells(self, segment: Segment) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the keys `[G, T, A]` and values of a segment's tokens go."""
+        cells = slice(segment.first_pos, segment.end_pos)
+        return self.k[segment.slot, :, cells], self.v[segment.slot, :, cells]
+
     def visible(self, segment: Segment, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys `[G, C', A]` and values of the positions from `first` to the segment's last."""
         cells = slice(first, segment.end_pos)

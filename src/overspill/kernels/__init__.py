@@ -38,6 +38,49 @@ class Attention(Protocol):
     ) -> torch.Tensor: ...
 
 
+class PrepareHeads(Protocol):
+    """Norm (where there are gains), rotate, and write keys and values to their cells, in one go.
+
+    q: `[T, H * A]`; k: `[T, G * A]`; v: `[T, G * B]`; cells: views `[G, T, A]` and `[G, T, B]` of the cache; cos, sin:
+    `[T, n_rot / 2]`; gains: float32 `[A]` of query and key heads, or None. Returns the queries `[T, H, A]`.
+    """
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cells: tuple[torch.Tensor, torch.Tensor],
+        angles: tuple[torch.Tensor, torch.Tensor],
+        gains: tuple[torch.Tensor | None, torch.Tensor | None],
+        *,
+        eps: float,
+        is_interleaved: bool,
+    ) -> torch.Tensor: ...
+
+
+class Route(Protocol):
+    """Norm, router product and choice of experts in one go; rules without groups only.
+
+    x: float32 `[T, D]`; gain: `[D]`; router: float32 `[E, D]`; bias: `[E]`, for the choice alone. gating: number of
+    the rule as in GGUF's `expert_gating_func`. Returns the normed input, ids int32 `[T, K]`, weights float32 `[T, K]`.
+    """
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        gain: torch.Tensor,
+        router: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        eps: float,
+        n_used: int,
+        gating: int,
+        is_normalised: bool,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
+
 class Experts(Protocol):
     """Add the weighted outputs of the experts present in `weights` to `out`, in ascending expert id.
 
@@ -65,6 +108,8 @@ class Ops:
     rms_norm: `x [..., D]`, weight `[D]`, eps -> x / sqrt(mean(x^2) + eps) * weight.
     widen: dequantise staged experts into bfloat16 stacks of the same shapes, once for all ubatches of a wave; None
     where kernels rather read the blocks. plain: the same for one matrix, when a model is loaded.
+    prepare_heads, route: several of the others at once; None where that gains nothing.
+    add_linear: `y [T, N]`, `x [T, K]`, weight `[N, K]` -> y + x W^T; None likewise.
     normed_dtype, kv_dtype: what `rms_norm` gives, and what the KV cache holds.
     rope: `x [T, H, A]`, cos and sin `[T, n_rot / 2]` -> rotated in the split-halves (NEOX) or interleaved pairing.
     """
@@ -80,5 +125,8 @@ class Ops:
     experts: Experts
     widen: Callable[[ExpertWeights, ExpertWeights], None] | None = None
     plain: Callable[[QTensor, QTensor], None] | None = None
+    prepare_heads: PrepareHeads | None = None
+    route: Route | None = None
+    add_linear: Callable[[torch.Tensor, torch.Tensor, QTensor], torch.Tensor] | None = None
     normed_dtype: torch.dtype = torch.float32
     kv_dtype: torch.dtype = torch.float32

@@ -17,6 +17,8 @@ from overspill.models.specs.gemma3 import GemmaHParams
 class Model(qwen3.Model):
     """Qwen3's attention with windows, and norms after each half of a layer."""
 
+    has_plain_residual = False
+
     def __init__(self, hparams: HParams, embedding: Block, blocks: Sequence[Block], head: Block) -> None:
         super().__init__(hparams, embedding, blocks, head)
         assert isinstance(hparams, GemmaHParams)

@@ -14,6 +14,8 @@ from overspill.models.specs.granitemoe import GraniteHParams
 class Model(llama.Model):
     """Llama with factors."""
 
+    has_plain_residual = False
+
     def __init__(self, hparams: HParams, embedding: Block, blocks: Sequence[Block], head: Block) -> None:
         super().__init__(hparams, embedding, blocks, head)
         assert isinstance(hparams, GraniteHParams)

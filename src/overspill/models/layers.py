@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -23,6 +23,11 @@ def linear(block: Block, name: str, x: torch.Tensor) -> torch.Tensor:
     return y if bias is None else y + bias
 
 
+def is_bare(block: Block, name: str) -> bool:
+    """Whether a product with `name.weight` is all there is: no scale, no bias."""
+    return block.scale(name) is None and block.bias(name) is None
+
+
 def linear_heads(block: Block, name: str, x_THK: torch.Tensor) -> torch.Tensor:
     """x W^T with a matrix for each head, times the scale where the file has one: `[T, H, N]`."""
     y, scale = block.ops.linear_heads(x_THK, block.matrix(name)), block.scale(name)
@@ -34,12 +39,17 @@ def heads(block: Block, name: str, x_TD: torch.Tensor, head_dim: int) -> torch.T
     return linear(block, name, x_TD).view(len(x_TD), -1, head_dim)
 
 
+def head_gains(block: Block) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Weights of the RMS norms of each query and each key head; None where the file has none."""
+    if not block.has("attn_q_norm"):
+        return None, None
+    return block.vector("attn_q_norm"), block.vector("attn_k_norm")
+
+
 def norm_each_head(block: Block, q: torch.Tensor, k: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """RMS norm of each query and key head, where the file has its weights."""
-    if not block.has("attn_q_norm"):
-        return q, k
-    norm = block.ops.rms_norm
-    return norm(q, block.vector("attn_q_norm"), eps), norm(k, block.vector("attn_k_norm"), eps)
+    norm, (q_gain, k_gain) = block.ops.rms_norm, head_gains(block)
+    return (q if q_gain is None else norm(q, q_gain, eps)), (k if k_gain is None else norm(k, k_gain, eps))
 
 
 def norm_all_heads(block: Block, q: torch.Tensor, k: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,20 +59,32 @@ def norm_all_heads(block: Block, q: torch.Tensor, k: torch.Tensor, eps: float) -
     return q_norm.view_as(q), norm(k.flatten(1), block.vector("attn_k_norm"), eps).view_as(k)
 
 
+PutHeads = Callable[[Segment, slice], torch.Tensor]
+"""Writes the keys and values of some rows into a segment's cells and returns their queries, `[T, H, A]`."""
+
+
+def put_heads(cache: KvCache, q_THA: torch.Tensor, k_TGA: torch.Tensor, v_TGA: torch.Tensor) -> PutHeads:
+    """For heads that are normed and rotated."""
+
+    def put(segment: Segment, rows: slice) -> torch.Tensor:
+        cache.append(segment, k_TGA[rows], v_TGA[rows])
+        return q_THA[rows]
+
+    return put
+
+
 def attend_cached(
     ops: Ops,
     cache: KvCache,
     view: UbatchView,
-    q_THA: torch.Tensor,
-    k_TGA: torch.Tensor,
-    v_TGA: torch.Tensor,
+    put: PutHeads,
     *,
     scale: float,
     window: int | None = None,
     chunk: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Append K and V to the cache and attend, segment by segment. Returns `[T, H * A]`.
+    """Put K and V into the cache and attend, segment by segment. Returns `[T, H * A]`.
 
     window, sinks: see `kernels.Attention`. chunk: a token sees only its own run of so many positions, counted from 0.
     Cells that no query of a segment sees are not read.
@@ -71,11 +93,11 @@ def attend_cached(
     row = 0
     for segment in view.segments if chunk is None else _cut(view.segments, chunk):
         rows = slice(row, row + segment.n_tokens)
-        cache.append(segment, k_TGA[rows], v_TGA[rows])
+        queries = put(segment, rows)
         first = 0 if chunk is None else segment.first_pos // chunk * chunk
         first = first if window is None else max(first, segment.first_pos - window + 1)
         keys, values = cache.visible(segment, first)
-        outputs.append(ops.attention(q_THA[rows], keys, values, scale=scale, window=window, sinks=sinks))
+        outputs.append(ops.attention(queries, keys, values, scale=scale, window=window, sinks=sinks))
         row += segment.n_tokens
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 

@@ -10,7 +10,7 @@ import torch
 from overspill.cache.kv import KvCache
 from overspill.models import llama
 from overspill.models.base import Block, HParams, Routing, UbatchView
-from overspill.models.layers import attend_cached
+from overspill.models.layers import PutHeads, attend_cached
 from overspill.models.specs.llama4 import Llama4HParams
 
 _TEMPERATURE, _FLOOR = 0.1, 8192
@@ -18,6 +18,9 @@ _TEMPERATURE, _FLOOR = 0.1, 8192
 
 class Model(llama.Model):
     """Llama with chunks, a temperature where there is no rotation, and experts that get a scaled input."""
+
+    has_plain_heads = False
+    has_plain_router = False
 
     def __init__(self, hparams: HParams, embedding: Block, blocks: Sequence[Block], head: Block) -> None:
         super().__init__(hparams, embedding, blocks, head)
@@ -36,18 +39,9 @@ class Model(llama.Model):
     def _normed(self, x: torch.Tensor) -> torch.Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.hparams.rms_eps)
 
-    def attend_cells(
-        self,
-        i_layer: int,
-        block: Block,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cache: KvCache,
-        view: UbatchView,
-    ) -> torch.Tensor:
+    def attend_cells(self, i_layer: int, block: Block, put: PutHeads, cache: KvCache, view: UbatchView) -> torch.Tensor:
         chunk = self._llama4.chunk(i_layer)
-        return attend_cached(block.ops, cache, view, q, k, v, scale=self.attention_scale, chunk=chunk)
+        return attend_cached(block.ops, cache, view, put, scale=self.attention_scale, chunk=chunk)
 
     def pick(self, block: Block, normed: torch.Tensor) -> Routing:
         """The router's weight multiplies what goes into the expert, not what comes out."""

@@ -12,5 +12,7 @@ from overspill.models.transformer import Transformer
 class Model(Transformer):
     """The plain decoder with normed queries and keys."""
 
+    has_plain_heads = False
+
     def norm_heads(self, block: Block, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return norm_all_heads(block, q, k, self.hparams.rms_eps)

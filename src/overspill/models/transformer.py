@@ -11,16 +11,23 @@ from collections.abc import Sequence
 
 import torch
 
+from overspill.cache.cells import Segment
 from overspill.cache.kv import KvCache
-from overspill.kernels import Ops
+from overspill.gguf.types import TensorType
+from overspill.kernels import Ops, PrepareHeads
 from overspill.models.base import Block, HParams, Routing, UbatchView
 from overspill.models.layers import (
     PARTS,
+    PutHeads,
     attend_cached,
     expert_vectors,
     feed_forward,
+    head_gains,
     heads,
+    is_bare,
     linear,
+    norm_each_head,
+    put_heads,
     shared_experts,
 )
 from overspill.models.rope import Rope
@@ -34,6 +41,10 @@ class Transformer:
 
     activation = Activation.SILU
     is_rope_interleaved = False
+    # False where a subclass does more than norm each head and rotate, than pick, than add: no fused op serves it then.
+    has_plain_heads = True
+    has_plain_router = True
+    has_plain_residual = True
     ffn_norm = "ffn_norm"
 
     def __init__(self, hparams: HParams, embedding: Block, blocks: Sequence[Block], head: Block) -> None:
@@ -53,6 +64,9 @@ class Transformer:
         block = self._blocks[i_layer]
         normed = block.ops.rms_norm(x, block.vector("attn_norm"), self.hparams.rms_eps)
         attended = self.attention(i_layer, block, normed, cache, view)
+        add_linear = block.ops.add_linear
+        if self.has_plain_residual and add_linear is not None and is_bare(block, "attn_output"):
+            return add_linear(x, attended, block.matrix("attn_output"))
         return x + self.after_attention(block, linear(block, "attn_output", attended))
 
     def attention(
@@ -60,26 +74,49 @@ class Transformer:
     ) -> torch.Tensor:
         """Projections, rotation, cached attention: `[T, D]` -> `[T, H * A]`."""
         hp = self.hparams
-        q, k = (heads(block, name, normed, hp.head_dim) for name in ("attn_q", "attn_k"))
-        v = heads(block, "attn_v", normed, hp.value_dim)
-        q, k = self.norm_heads(block, q, k)
-        q, k = self.rotate(i_layer, block, q, k, view)
-        return self.attend_cells(i_layer, block, q, k, v, cache, view)
+        if self.has_plain_heads and block.ops.prepare_heads is not None and self._ropes[i_layer] is not None:
+            put = self._put_prepared(i_layer, block, block.ops.prepare_heads, normed, cache, view)
+        else:
+            q, k = (heads(block, name, normed, hp.head_dim) for name in ("attn_q", "attn_k"))
+            q, k = self.norm_heads(block, q, k)
+            put = put_heads(
+                cache, *self.rotate(i_layer, block, q, k, view), heads(block, "attn_v", normed, hp.value_dim)
+            )
+        return self.attend_cells(i_layer, block, put, cache, view)
 
-    def attend_cells(
+    def _put_prepared(
         self,
         i_layer: int,
         block: Block,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        prepare: PrepareHeads,
+        normed: torch.Tensor,
         cache: KvCache,
         view: UbatchView,
-    ) -> torch.Tensor:
+    ) -> PutHeads:
+        q, k, v = (linear(block, name, normed) for name in ("attn_q", "attn_k", "attn_v"))
+        rope, gains = self._ropes[i_layer], head_gains(block)
+        assert rope is not None
+        cos, sin = view.angles(rope)
+
+        def put(segment: Segment, rows: slice) -> torch.Tensor:
+            return prepare(
+                q[rows],
+                k[rows],
+                v[rows],
+                cache.cells(segment),
+                (cos[rows], sin[rows]),
+                gains,
+                eps=self.hparams.rms_eps,
+                is_interleaved=self.is_rope_interleaved,
+            )
+
+        return put
+
+    def attend_cells(self, i_layer: int, block: Block, put: PutHeads, cache: KvCache, view: UbatchView) -> torch.Tensor:
         """Hook: keys and values enter the cache, and queries attend to what they may see of it."""
         window = self.hparams.window(i_layer)
         sinks = block.vector("attn_sinks") if block.has("attn_sinks") else None
-        return attend_cached(block.ops, cache, view, q, k, v, scale=self.attention_scale, window=window, sinks=sinks)
+        return attend_cached(block.ops, cache, view, put, scale=self.attention_scale, window=window, sinks=sinks)
 
     @property
     def attention_scale(self) -> float:
@@ -87,8 +124,8 @@ class Transformer:
         return 1.0 / math.sqrt(self.hparams.head_dim)
 
     def norm_heads(self, block: Block, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hook: what happens to query and key heads before rotation; nothing here."""
-        return q, k
+        """Hook: what happens to query and key heads before rotation: a norm of each, where the file has it."""
+        return norm_each_head(block, q, k, self.hparams.rms_eps)
 
     def rotate(
         self, i_layer: int, block: Block, q: torch.Tensor, k: torch.Tensor, view: UbatchView
@@ -116,13 +153,35 @@ class Transformer:
     def route(self, i_layer: int, x: torch.Tensor) -> Routing | None:
         """Add the dense or shared feed-forward to x in place. Layers with experts: which ones each token gets."""
         block, hp = self._blocks[i_layer], self.hparams
-        normed = block.ops.rms_norm(x, block.vector(self.ffn_norm), hp.rms_eps)
         if not hp.is_moe(i_layer):
+            normed = block.ops.rms_norm(x, block.vector(self.ffn_norm), hp.rms_eps)
             x += self.after_ffn(block, self.dense(block, normed))
             return None
+        normed, routing = self._routed(block, x)
         if block.has("ffn_gate_shexp"):
             x += self.after_ffn(block, shared_experts(block, normed))
-        return self.pick(block, normed)
+        return routing
+
+    def _routed(self, block: Block, x: torch.Tensor) -> tuple[torch.Tensor, Routing]:
+        """The normed x, and its routing."""
+        gain, eps, rule = block.vector(self.ffn_norm), self.hparams.rms_eps, self.hparams.router
+        router = block.matrix("ffn_gate_inp")
+        is_plain = self.has_plain_router and router.type is TensorType.F32 and is_bare(block, "ffn_gate_inp")
+        if block.ops.route is None or not is_plain or rule is None or rule.n_groups > 1:
+            normed = block.ops.rms_norm(x, gain, eps)
+            return normed, self.pick(block, normed)
+        routed = block.ops.route(
+            x,
+            gain,
+            router.data.view(torch.float32),
+            block.bias("exp_probs_b"),
+            eps=eps,
+            n_used=rule.n_used,
+            gating=rule.gating,
+            is_normalised=rule.is_normalised,
+            scale=rule.scale,
+        )
+        return routed[0], Routing(*routed)
 
     def pick(self, block: Block, normed: torch.Tensor) -> Routing:
         """Hook: the router."""

@@ -71,6 +71,33 @@ def make_ops(
     def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_interleaved: bool) -> torch.Tensor:
         return rope(x, Angles(cos, sin, is_interleaved), dtype=dtype)
 
+    def prepare(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cells: tuple[torch.Tensor, torch.Tensor],
+        angles: tuple[torch.Tensor, torch.Tensor],
+        gains: tuple[torch.Tensor | None, torch.Tensor | None],
+        *,
+        eps: float,
+        is_interleaved: bool,
+    ) -> torch.Tensor:
+        return prepare_heads(q, k, v, cells, Angles(*angles, is_interleaved), HeadGains(*gains, eps), dtype=dtype)
+
+    def choose_experts(
+        x: torch.Tensor,
+        gain: torch.Tensor,
+        router: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        eps: float,
+        n_used: int,
+        gating: int,
+        is_normalised: bool,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return route(x, gain, eps, router, Choice(n_used, gating, is_normalised, scale, bias), dtype=dtype)
+
     return Ops(
         embed=embed,
         linear=linear.linear,
@@ -83,6 +110,9 @@ def make_ops(
         experts=MoeOp(workspace, dtype, may_use_torch=has_torch_products and dtype == torch.bfloat16),
         widen=widen_into,
         plain=plain_into,
+        prepare_heads=prepare,
+        route=choose_experts,
+        add_linear=linear.add_linear,
         normed_dtype=dtype,
         kv_dtype=dtype,
     )

@@ -35,6 +35,13 @@ class LinearOp:
             return skinny.multiply(x, weight, dtype=torch.float32)
         return self._dequantized(x, weight)
 
+    def add_linear(self, y: torch.Tensor, x: torch.Tensor, weight: QTensor) -> torch.Tensor:
+        """y + x W^T, float32 `[T, N]`."""
+        plain = plain_view(weight, self._dtype)
+        if plain is None or self._dtype == torch.float32:
+            return y + self.linear(x, weight)
+        return torch.addmm(y, x.to(self._dtype), plain.T, out_dtype=torch.float32)
+
     def linear_heads(self, x_THK: torch.Tensor, weight: QTensor) -> torch.Tensor:
         """x W^T with a matrix for each head, float32 `[T, H, N]`."""
         plain = plain_view(weight, self._dtype)

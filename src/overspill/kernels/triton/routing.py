@@ -27,7 +27,8 @@ def _scores(logits, experts, E: tl.constexpr, GATING: tl.constexpr):
         shifted = tl.exp(tl.where(experts < E, logits, float("-inf")) - tl.max(logits, axis=1)[:, None])
         return shifted / tl.sum(shifted, axis=1)[:, None]
     if GATING == 2:
-        return 1.0 / (1.0 + tl.exp(-logits))
+        small = tl.exp(-tl.abs(logits))
+        return tl.where(logits >= 0.0, 1.0, small) / (1.0 + small)
     if GATING == 3:
         return logits
     return tl.sqrt(tl.maximum(logits, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(logits))))
