@@ -115,6 +115,32 @@ def test_accounting(cpu: CpuDevice) -> None:
     assert (cpu.free_bytes, cpu.peak_bytes, cpu.counters.n_allocations) == (896 * KIB, 384 * KIB, 2)
 
 
+def mapping_flags(tensor: torch.Tensor) -> list[str]:
+    """What the kernel notes about the mapping that a tensor begins in."""
+    is_inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if "-" in words[0] and not words[0].endswith(":"):
+            first, last = (int(word, 16) for word in words[0].split("-"))
+            is_inside = first <= tensor.data_ptr() < last
+        elif is_inside and words[0] == "VmFlags:":
+            return words[1:]
+    raise AssertionError("no mapping holds the tensor")
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="this kernel has no huge pages")
+def test_large_host_memory_is_in_huge_pages() -> None:
+    device = CpuDevice(is_asynchronous=False, cap_bytes=64 * MIB)
+    with torch.inference_mode():
+        large = device.allocate((1 << 20, 3), torch.float32, kind=MemoryKind.WEIGHTS, name="large")
+        pinned = device.allocate_pinned(4 * MIB + 5, name="pinned")
+    for tensor in (large.host_tensor, pinned.host_tensor):
+        assert "hg" in mapping_flags(tensor)
+        tensor.fill_(3)
+        assert not tensor.is_inference()
+    assert (large.host_tensor.shape, pinned.host_tensor.shape) == ((1 << 20, 3), (4 * MIB + 5,))
+
+
 def test_nothing_stays_counted_when_there_is_no_such_memory() -> None:
     def refuse(n_bytes: int) -> torch.Tensor:
         raise OutOfMemory(f"cannot pin {n_bytes}")

@@ -35,6 +35,8 @@ def as_record(result: Result) -> dict[str, Any]:
         "device_allocations": counters["device_allocations_after_warmup"],
         "device_syncs": counters["device_syncs_after_warmup"],
         "peak_bytes": counters["peak_bytes"],
+        "pinned_bytes": counters["pinned_bytes"],
+        "pageable_bytes": counters["pageable_bytes"],
     }
 
 

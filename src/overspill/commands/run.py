@@ -126,6 +126,7 @@ def _summary(llm: LLM, answer: _Answer) -> str:
     lines = [
         "",
         *report(llm.plan.shape, llm.plan.placement),
+        str(llm.residence),
         f"prompt  {t.prompt_n} tokens, {t.prompt_per_second:.1f} tokens/s",
         f"answer  {t.predicted_n} tokens, {t.predicted_per_second:.1f} tokens/s, ended by {answer.finish_reason}",
         f"uploads {counters['uploaded_bytes'] / 2**20:,.0f} MiB, busy {busy}",

@@ -8,7 +8,9 @@ Pinned memory comes from whoever knows the accelerators: without CUDA any memory
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -16,8 +18,11 @@ import torch
 from overspill.device.backend import BackendDevice, BackendStream, HostMemoryStream, new_memory, now_us
 from overspill.device.base import Buffer, Event, HostDevice, MemoryKind, Span
 from overspill.device.lane import Lane
-from overspill.device.memory import Ledger, capped_space, host_space
+from overspill.device.memory import Ledger, capped_space, host_space, size_in_bytes
 from overspill.device.worker import WorkerStream
+from overspill.errors import OutOfMemory
+
+_HUGE_PAGE_BYTES = 2 << 20
 
 
 class InlineEvent(Event):
@@ -70,9 +75,18 @@ class InlineStream(HostMemoryStream):
         self._owner.trace.note(self._owner.counters, Span(self.lane, label, start_us, now_us(), n_bytes))
 
 
-def pageable_memory(n_bytes: int) -> torch.Tensor:
-    """uint8 [n_bytes] that stands for pinned memory where no accelerator asks for more."""
-    return new_memory((n_bytes,), torch.uint8)
+def anonymous_memory(n_bytes: int) -> torch.Tensor:
+    """uint8 [n_bytes], in huge pages where it is large enough and the kernel has them. `OutOfMemory`."""
+    if n_bytes < _HUGE_PAGE_BYTES:
+        return new_memory((n_bytes,), torch.uint8)
+    try:
+        area = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise OutOfMemory(f"cpu: {n_bytes} bytes of host memory cannot be had: {error.strerror}") from None
+    with suppress(OSError, AttributeError):
+        area.madvise(mmap.MADV_HUGEPAGE)
+    with torch.inference_mode(False):
+        return torch.frombuffer(area, dtype=torch.uint8)
 
 
 class CpuDevice(BackendDevice, HostDevice):
@@ -88,7 +102,7 @@ class CpuDevice(BackendDevice, HostDevice):
         is_asynchronous: bool,
         cap_bytes: int | None = None,
         thread_init: Callable[[], None] | None = None,
-        pinned_memory: Callable[[int], torch.Tensor] = pageable_memory,
+        pinned_memory: Callable[[int], torch.Tensor] = anonymous_memory,
     ) -> None:
         space = host_space() if cap_bytes is None else capped_space(cap_bytes)
         super().__init__("cpu", ledger=Ledger("cpu", space))
@@ -110,7 +124,8 @@ class CpuDevice(BackendDevice, HostDevice):
         return InlineStream(self, Lane.UPLOAD)
 
     def _new_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return new_memory(shape, dtype)
+        with torch.inference_mode(False):
+            return anonymous_memory(size_in_bytes(shape, dtype)).view(dtype).view(shape)
 
     def allocate_pinned(self, n_bytes: int, *, name: str, kind: MemoryKind = MemoryKind.STAGING) -> Buffer:
         make = partial(self._pinned_memory, n_bytes)

@@ -40,7 +40,7 @@ class Rates:
 def measure(devices: Devices) -> Rates:
     """Measure the devices, with copies of some MiB, less on devices that are short of memory."""
     has_gpus = any(device.torch_device.type != "cpu" for device in devices.accelerators)
-    copy_bytes = min([_MAX_COPY_BYTES[has_gpus], *(device.free_bytes // 8 for device in devices.accelerators)])
+    copy_bytes = min([_MAX_COPY_BYTES[has_gpus], *(device.free_bytes // 8 for device in devices.all)])
     cpu = torch.device("cpu")
     x, w = _operands(cpu)
     cpu_gflops = _flops(cpu) / _best_seconds(partial(torch.mm, x, w)) / 1e9
