@@ -137,8 +137,8 @@ def forgetful(verb: Verb, name: str, *, reads: bool) -> Callable[..., Iterator[A
     def forget(resources: Sequence[object]) -> tuple[object, ...]:
         return tuple(r for r in resources if cast(tuple[object, ...], r)[0] != name)
 
-    def emit(layout: Layout, schedule: WaveSchedule, n_chunks: Sequence[int]) -> Iterator[Action]:
-        for action in actions(layout, schedule, n_chunks):
+    def emit(layout: Layout, schedule: WaveSchedule, *counts: Sequence[int]) -> Iterator[Action]:
+        for action in actions(layout, schedule, *counts):
             if action.verb is verb:
                 action = replace(action, writes=forget(action.writes))
                 action = replace(action, reads=forget(action.reads)) if reads else action
