@@ -33,10 +33,17 @@ class _Pending(NamedTuple):
 
 
 class Answer:
-    """index: its place among the choices. Feed it with events until `done` is set."""
+    """index: its place among the choices. shown_ids: control tokens to be seen. Feed it until `done` is set."""
 
     def __init__(
-        self, tokenizer: Tokenizer, index: int, prompt_ids: Sequence[int], stop: Sequence[str], *, has_logprobs: bool
+        self,
+        tokenizer: Tokenizer,
+        index: int,
+        prompt_ids: Sequence[int],
+        stop: Sequence[str],
+        *,
+        shown_ids: frozenset[int],
+        has_logprobs: bool,
     ) -> None:
         self.index = index
         self.prompt_ids = prompt_ids
@@ -45,7 +52,8 @@ class Answer:
         self.done: DoneEvent | None = None
         self.has_logprobs = has_logprobs
         self._tokenizer = tokenizer
-        self._stream = TextStream(tokenizer, stop)
+        self._shown_ids = shown_ids
+        self._stream = TextStream(tokenizer, stop, shown_ids=shown_ids)
         self._pieces: list[str] = []
         self._pending: deque[_Pending] = deque()
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -101,7 +109,9 @@ class Answer:
         entry = self._entry(event.token_id, event.logprob)
         entry["top_logprobs"] = [self._entry(token_id, logprob) for token_id, logprob in event.top]
         start = self._n_chars
-        self._n_chars += 0 if event.is_stop else len(self._utf8.decode(self._tokenizer.piece(event.token_id)))
+        if not event.is_stop:
+            piece = self._tokenizer.piece(event.token_id, special=event.token_id in self._shown_ids)
+            self._n_chars += len(self._utf8.decode(piece))
         is_unfinished = self._utf8.getstate()[0] != b""
         self._pending.append(_Pending(entry, start, self._n_chars + is_unfinished))
 

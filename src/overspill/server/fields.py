@@ -7,7 +7,7 @@ is declared as well, so that `params` can refuse it where it would change the an
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -148,12 +148,18 @@ class ChatBody(SamplingFields):
     top_logprobs: Whole | None = Field(None, ge=0)
     tools: list[dict[str, Any]] = []
     functions: list[Any] = []
-    tool_choice: Any = None
+    tool_choice: str | dict[str, Any] = "auto"
+    reasoning_format: Literal["none", "auto", "deepseek"] = "auto"
     response_format: dict[str, Any] = {}
     chat_template_kwargs: dict[str, Any] = {}
     reasoning_effort: str | None = None
     add_generation_prompt: Flag = True
     continue_final_message: Flag = False
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """The tools the model may call."""
+        return [] if self.tool_choice == "none" else self.tools
 
 
 class TokenizeBody(Body):

@@ -25,13 +25,14 @@ MAX_ANSWERS = 128
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What to generate: n answers to each prompt."""
+    """What to generate: n answers to each prompt. shown_ids: control tokens that are part of the text."""
 
     prompts: tuple[tuple[int, ...], ...]
     params: SamplingParams
     stop: tuple[str, ...] = ()
     n: int = 1
     has_logprobs: bool = False
+    shown_ids: frozenset[int] = frozenset()
 
 
 class Progress(NamedTuple):
@@ -68,7 +69,8 @@ class Generation:
         prompts = [ids for ids in job.prompts for _ in range(job.n)]
         tokenizer = self._llm.tokenizer
         self.answers = [
-            Answer(tokenizer, i, ids, job.stop, has_logprobs=job.has_logprobs) for i, ids in enumerate(prompts)
+            Answer(tokenizer, i, ids, job.stop, shown_ids=job.shown_ids, has_logprobs=job.has_logprobs)
+            for i, ids in enumerate(prompts)
         ]
         try:
             for answer in self.answers:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from overspill.engine.engine import Engine
 from overspill.engine.request import DoneEvent
 from overspill.llm import LLM, Progress
+from overspill.server.dialect import Dialect
 from overspill.server.errors import ApiError
 from overspill.server.totals import Totals
 from overspill.text.chat import ChatTemplate
@@ -33,6 +34,7 @@ class Host:
     def __init__(self, open_model: OpenModel, *, name: str, template: ChatTemplate) -> None:
         self.name = name
         self.template = template
+        self.dialect = Dialect.of(template.source)
         self.totals = Totals()
         self.failure: Exception | None = None
         self.created = int(time.time())

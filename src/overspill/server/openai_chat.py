@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from overspill.server.answers import Answer, Piece
@@ -17,6 +17,7 @@ from overspill.server.formats import (
     usage_of,
 )
 from overspill.server.generation import Job, Progress
+from overspill.server.reading import Arguments, Call, Part, Reader, Said, Thought, read_all
 
 
 class ChatFormat:
@@ -24,10 +25,11 @@ class ChatFormat:
 
     marks_end = True
 
-    def __init__(self, body: ChatBody, job: Job, model: str) -> None:
+    def __init__(self, body: ChatBody, job: Job, make_reader: Callable[[], Reader], model: str) -> None:
         self._body = body
         self._n = job.n
-        self._opened: set[int] = set()
+        self._make_reader = make_reader
+        self._messages: dict[int, _Message] = {}
         self._head = {
             "id": new_id("chatcmpl-"),
             "created": now_s(),
@@ -41,16 +43,15 @@ class ChatFormat:
         return [*self._opening(answer), self._chunk(answer, {}) | {"prompt_progress": progress_dict(progress)}]
 
     def piece(self, answer: Answer, piece: Piece) -> list[dict[str, Any]]:
-        chunks = self._opening(answer)
-        if piece.text or piece.logprobs:
-            chunks.append(self._chunk(answer, {"content": piece.text}, logprobs=piece.logprobs))
-        return chunks
+        return self._pieces(answer, self._message(answer).push, piece)
 
     def end(self, answer: Answer, piece: Piece) -> list[dict[str, Any]]:
-        last = self._chunk(answer, {}, reason=finish_reason(answer))
+        message = self._message(answer)
+        pieces = self._pieces(answer, message.finish, piece)
+        last = self._chunk(answer, {}, reason=_finish_reason(answer, message))
         if not self._body.wants_usage_chunk:
             last["timings"] = timings_of([answer])
-        return [*self.piece(answer, piece), last]
+        return [*pieces, last]
 
     def closing(self, answers: Sequence[Answer]) -> list[dict[str, Any]]:
         if not self._body.wants_usage_chunk:
@@ -60,13 +61,27 @@ class ChatFormat:
 
     def whole(self, answers: Sequence[Answer]) -> Any:
         usage = {"usage": usage_of(answers, self._n), "timings": timings_of(answers)}
-        return self._head | {"object": "chat.completion", "choices": [_choice(a) for a in answers]} | usage
+        return self._head | {"object": "chat.completion", "choices": [self._choice(a) for a in answers]} | usage
+
+    def _message(self, answer: Answer) -> _Message:
+        return self._messages.setdefault(answer.index, _Message(self._make_reader()))
 
     def _opening(self, answer: Answer) -> list[dict[str, Any]]:
-        if answer.index in self._opened:
+        message = self._message(answer)
+        if message.is_open:
             return []
-        self._opened.add(answer.index)
+        message.is_open = True
         return [self._chunk(answer, {"role": "assistant", "content": None})]
+
+    def _pieces(
+        self, answer: Answer, read: Callable[[str], list[dict[str, Any]]], piece: Piece
+    ) -> list[dict[str, Any]]:
+        """A chunk for each delta, the first with the logprobs."""
+        chunks = self._opening(answer)
+        deltas = read(piece.text) or ([{"content": ""}] if piece.logprobs else [])
+        for i, delta in enumerate(deltas):
+            chunks.append(self._chunk(answer, delta, logprobs=() if i else piece.logprobs))
+        return chunks
 
     def _chunk(
         self,
@@ -81,11 +96,59 @@ class ChatFormat:
             choice["logprobs"] = {"content": list(logprobs)}
         return self._head | {"object": "chat.completion.chunk", "choices": [choice]}
 
+    def _choice(self, answer: Answer) -> dict[str, Any]:
+        message = _Message(self._make_reader())
+        message.finish(answer.text)
+        choice = {
+            "index": answer.index,
+            "message": message.whole(),
+            "finish_reason": _finish_reason(answer, message),
+        }
+        return choice | ({"logprobs": {"content": answer.logprobs}} if answer.has_logprobs else {})
 
-def _choice(answer: Answer) -> dict[str, Any]:
-    choice = {
-        "index": answer.index,
-        "message": {"role": "assistant", "content": answer.text},
-        "finish_reason": finish_reason(answer),
-    }
-    return choice | ({"logprobs": {"content": answer.logprobs}} if answer.has_logprobs else {})
+
+class _Message:
+    """A message as it grows: deltas in OpenAI's form, and all of it at the end."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.is_open = False
+        self.calls: list[dict[str, Any]] = []
+        self._reader = reader
+        self._thoughts: list[str] = []
+        self._said: list[str] = []
+
+    def push(self, text: str) -> list[dict[str, Any]]:
+        return [self._delta(part) for part in self._reader.push(text)]
+
+    def finish(self, text: str) -> list[dict[str, Any]]:
+        return [self._delta(part) for part in read_all(self._reader, text)]
+
+    def whole(self) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(self._said)}
+        if self._thoughts:
+            message["reasoning_content"] = "".join(self._thoughts)
+        if self.calls:
+            message["tool_calls"] = self.calls
+        return message
+
+    def _delta(self, part: Part) -> dict[str, Any]:
+        match part:
+            case Said():
+                self._said.append(part.text)
+                return {"content": part.text}
+            case Thought():
+                self._thoughts.append(part.text)
+                return {"reasoning_content": part.text}
+            case Call():
+                call = {"id": new_id("call_"), "type": "function", "function": {"name": part.name, "arguments": ""}}
+                self.calls.append(call)
+                opened = call | {"function": dict(self.calls[-1]["function"])}
+                return {"tool_calls": [{"index": len(self.calls) - 1} | opened]}
+            case Arguments():
+                self.calls[-1]["function"]["arguments"] += part.text
+                return {"tool_calls": [{"index": len(self.calls) - 1, "function": {"arguments": part.text}}]}
+
+
+def _finish_reason(answer: Answer, message: _Message) -> str:
+    reason = finish_reason(answer)
+    return "tool_calls" if message.calls and reason == "stop" else reason

@@ -71,12 +71,20 @@ def _unserved_of_text(body: TextBody) -> Iterator[str]:
 
 def _unserved_of_chat(body: ChatBody) -> Iterator[str]:
     asked = {
-        "tools": bool(body.tools),
+        "tool_choice": body.tool_choice not in ("auto", "none"),
         "functions": bool(body.functions),
         "response_format": body.response_format.get("type", "text") != "text",
         "continue_final_message": body.continue_final_message,
     }
     yield from (field for field, is_asked in asked.items() if is_asked)
+
+
+def check_tools(body: ChatBody, *, has_calls: bool) -> None:
+    """ApiError 400 for tools where calls cannot be read, or not in a stream with logprobs."""
+    if body.offered_tools and not has_calls:
+        raise ApiError(400, "Field 'tools': not supported by this server for the calls of this model; leave it out")
+    if body.offered_tools and body.logprobs and body.stream:
+        raise ApiError(400, "Field 'logprobs': not supported by this server together with tools in a stream")
 
 
 def chat_probs(body: ChatBody) -> int | None:

@@ -36,6 +36,7 @@ def chat_segments(tokenizer: Tokenizer, template: ChatTemplate, body: ChatBody) 
     return template.render_marked(
         body.messages,
         special_texts=tokenizer.special_texts,
+        tools=body.offered_tools or None,
         add_generation_prompt=body.add_generation_prompt,
         template_kwargs=variables,
     )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends
@@ -21,8 +23,9 @@ from overspill.server.host import Host
 from overspill.server.native import NativeFormat
 from overspill.server.openai_chat import ChatFormat
 from overspill.server.openai_text import TextFormat
-from overspill.server.params import chat_probs, sampling_params
+from overspill.server.params import chat_probs, check_tools, sampling_params
 from overspill.server.prompts import chat_segments, checked_id, mixed_ids, prompts_of
+from overspill.server.reading import Reader
 from overspill.server.settings import ServerSettings
 from overspill.server.sse import DONE, EventResponse, event, unless_gone
 from overspill.server.strict_json import Json
@@ -61,6 +64,7 @@ async def detokenize(host: HostOf, body: Annotated[DetokenizeBody, Depends(body_
 async def apply_template(host: HostOf, body: Annotated[ChatBody, Depends(body_of(ChatBody))]) -> Response:
     """The prompt that a conversation becomes."""
     _refuse_unserved(host, body)
+    check_tools(body, has_calls=host.dialect.has_calls)
     segments = await asyncio.to_thread(chat_segments, host.llm.tokenizer, host.template, body)
     return Json({"prompt": "".join(segment.text for segment in segments)})
 
@@ -69,7 +73,7 @@ async def apply_template(host: HostOf, body: Annotated[ChatBody, Depends(body_of
 @router.post("/chat/completions/input_tokens", openapi_extra=described(ChatBody))
 async def input_tokens(host: HostOf, body: Annotated[ChatBody, Depends(body_of(ChatBody))]) -> Response:
     """How many tokens a conversation has."""
-    job = await asyncio.to_thread(_chat_job, host, body)
+    job, _ = await asyncio.to_thread(chat_job, host, body)
     return Json({"input_tokens": len(job.prompts[0]), "object": "response.input_tokens"})
 
 
@@ -108,19 +112,24 @@ async def chat_completion(
     body: Annotated[ChatBody, Depends(body_of(ChatBody))],
 ) -> Response:
     """The next message of a conversation."""
-    job = await asyncio.to_thread(_chat_job, host, body)
-    return await _answer(request, host, settings, body, job, ChatFormat(body, job, host.name))
+    job, make_reader = await asyncio.to_thread(chat_job, host, body)
+    return await _answer(request, host, settings, body, job, ChatFormat(body, job, make_reader, host.name))
 
 
 def _prompt_job(host: Host, body: SamplingFields, prompt: Any, n_probs: int | None) -> Job:
     return _job(host, body, prompts_of(host.llm.tokenizer, prompt), n_probs)
 
 
-def _chat_job(host: Host, body: ChatBody) -> Job:
+def chat_job(host: Host, body: ChatBody) -> tuple[Job, Callable[[], Reader]]:
+    """What to generate for a conversation, and how to read each answer."""
     _refuse_unserved(host, body)
-    tokenizer = host.llm.tokenizer
-    ids = tokenizer.encode_marked(chat_segments(tokenizer, host.template, body))
-    return _job(host, body, [ids], chat_probs(body))
+    check_tools(body, has_calls=host.dialect.has_calls)
+    tokenizer, is_raw = host.llm.tokenizer, body.reasoning_format == "none"
+    segments = chat_segments(tokenizer, host.template, body)
+    prompt = "".join(segment.text for segment in segments)
+    job = _job(host, body, [tokenizer.encode_marked(segments)], chat_probs(body))
+    make_reader = partial(host.dialect.reader, prompt, has_tools=bool(body.offered_tools), is_raw=is_raw)
+    return replace(job, shown_ids=host.dialect.mark_ids(tokenizer)), make_reader
 
 
 def _refuse_unserved(host: Host, body: SamplingFields) -> None:
