@@ -29,7 +29,7 @@ from overspill.errors import UserError
 from overspill.gguf import open_gguf
 from overspill.gguf.source import ModelSource
 from overspill.kernels import Ops, cpu
-from overspill.kernels.gpu_memory import DEFAULT_WEIGHT_BYTES, scratch_bytes
+from overspill.kernels.gpu_memory import DEFAULT_WEIGHT_BYTES, DENSE_PART_BYTES, scratch_bytes
 from overspill.models.base import HParams, TensorSpec
 from overspill.models.check import has_tokenizer, tokenizer_of, understand
 from overspill.models.describe import dense_wide_bytes, model_shape
@@ -43,8 +43,8 @@ from overspill.pipeline.upload import WIDE_VALUE_BYTES
 from overspill.pipeline.wave import Segment, Ubatch, Wave
 from overspill.pipeline.weights import load
 from overspill.pipeline.work import Work
-from overspill.placement.budget import NO_NEEDS, KernelNeeds
-from overspill.placement.machine import DeviceSpec, Machine
+from overspill.placement.budget import N_LOGIT_ROWS, NO_NEEDS, KernelNeeds
+from overspill.placement.machine import GPU_ISSUE_US, DeviceSpec, Machine
 from overspill.placement.shape import ModelShape
 from overspill.text.stream import TextStream
 from overspill.text.tokenizer import Tokenizer
@@ -284,6 +284,7 @@ def machine_for(options: Options) -> Machine:
         peer_gbps=rates.peer_gbps,
         cpu_gbps=rates.cpu_gbps,
         cpu_gflops=rates.cpu_gflops,
+        issue_us=GPU_ISSUE_US if any(d.name.startswith(_GPU) for d in specs) else 0.0,
         failing_pairs=frozenset((specs[i].name, specs[j].name) for i, j in failing),
     )
 
@@ -332,14 +333,15 @@ def needs_on(machine: Machine, hp: HParams) -> Callable[[int], KernelNeeds]:
         return lambda n_ubatch: NO_NEEDS
     n_heads_dim = hp.n_head * hp.head_dim
     experts = (hp.n_expert, hp.n_expert_used, hp.n_ff_exp if hp.n_expert else hp.n_ff)
-    head_bytes = min(DEFAULT_WEIGHT_BYTES, 2 * hp.n_vocab * hp.n_embd)
+    logits_bytes = 4 * N_LOGIT_ROWS * hp.n_vocab
     return lambda n_ubatch: KernelNeeds(
         wide_value_bytes=WIDE_VALUE_BYTES,
         normed_value_bytes=2,
         scratch_bytes=scratch_bytes(
             n_ubatch, n_embd=hp.n_embd, n_heads_dim=n_heads_dim, n_kv_dim=hp.n_head_kv * hp.head_dim, experts=experts
         ),
-        head_bytes=head_bytes,
+        head_bytes=logits_bytes + DENSE_PART_BYTES,
+        resident_bytes=DEFAULT_WEIGHT_BYTES if hp.n_expert else 0,
     )
 
 

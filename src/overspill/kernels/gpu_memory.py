@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 DEFAULT_WEIGHT_BYTES = 512 << 20
-"""Room for weights that are dequantised for one product; more of them are taken in parts."""
+"""Room for resident experts that are dequantised for one product; more of them are taken in parts."""
 
-_POOL_BYTES = 64 << 20  # what torch's allocator keeps in pieces too small to use
+DENSE_PART_BYTES = 64 << 20
+"""The same for a dense matrix, such as the head."""
+
+_POOL_BYTES = 192 << 20  # what torch's allocator keeps in pieces too small to use
 
 
 def scratch_bytes(n_tokens: int, *, n_embd: int, n_heads_dim: int, n_kv_dim: int, experts: tuple[int, int, int]) -> int:

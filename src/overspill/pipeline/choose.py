@@ -16,21 +16,22 @@ from itertools import permutations
 
 from overspill.errors import UserError
 from overspill.options import MIB, Options
+from overspill.pipeline.host_budget import with_host_buffers
 from overspill.pipeline.schedule import Order, Policy, WaveSchedule
 from overspill.pipeline.simulate import Prediction, WaveShape, predict
 from overspill.pipeline.split import Detour, Layout, Slab, detours
 from overspill.pipeline.upload import cut_slabs
 from overspill.placement.budget import NO_NEEDS, KernelNeeds
 from overspill.placement.machine import Machine
-from overspill.placement.plan import Placement, place
+from overspill.placement.plan import GIB, Placement, place
 from overspill.placement.shape import ModelShape, Role
 
 REFERENCE_PROMPT = 4096
 DEFAULT_IN_FLIGHT = 256
-_MAX_WAVE = 16384
+_MAX_WAVE = 32768
 _MIN_IDS_PER_EXPERT = 16
 _FASTER_THAN_HOST = 10
-_UBATCHES = (128, 512, 2048)
+_UBATCHES = (128, 512, 2048, 4096)
 
 Needs = Callable[[int], KernelNeeds]
 
@@ -144,9 +145,7 @@ def _plan(
     n_ubatch: int,
     needs: KernelNeeds,
 ) -> Plan:
-    placement = _place(shape, machine, options, grain=grain, n_ubatch=n_ubatch, needs=needs)
-    placement, layout = with_embedding(shape, machine, placement, layout_of(shape, machine, placement))
-    placement, layout = with_detours(machine, options, placement, layout)
+    placement, layout = _place(shape, machine, options, grain=grain, n_ubatch=n_ubatch, needs=needs)
     policy = None if options.policy == "auto" else Policy(options.policy)
     schedule = WaveSchedule(order, policy or Policy.ALL, options.n_staging_slots, needs.wide_value_bytes > 0)
     reference = WaveShape.of_prompt(min(REFERENCE_PROMPT, placement.n_ctx, placement.n_wave), n_ubatch)
@@ -158,25 +157,38 @@ def _plan(
 
 def _place(
     shape: ModelShape, machine: Machine, options: Options, *, grain: int, n_ubatch: int, needs: KernelNeeds
-) -> Placement:
+) -> tuple[Placement, Layout]:
     """With the largest wave that fits, where the user left it open: a wave costs memory, and saves uploads."""
     n_ctx = options.n_ctx or shape.n_ctx_train
-    n_wave = options.n_wave or max(n_ubatch, min(n_ctx, _MAX_WAVE))
+    wished = options.n_wave or max(n_ubatch, min(n_ctx, _MAX_WAVE))
+    n_wave = wished
     while True:
         try:
-            return place(
-                shape,
-                machine,
-                options,
-                n_ubatch=n_ubatch,
-                n_wave=n_wave,
-                grain=grain,
-                needs=needs,
-            )
+            placement = place(shape, machine, options, n_ubatch=n_ubatch, n_wave=n_wave, grain=grain, needs=needs)
+            placement, layout = with_embedding(shape, machine, placement, layout_of(shape, machine, placement))
+            placement, layout = with_detours(machine, options, placement, layout)
+            placement = with_host_buffers(shape, placement, layout, needs)
+            _check_host(placement, options)
         except UserError:
             if options.n_wave is not None or n_wave <= n_ubatch:
                 raise
             n_wave = max(n_ubatch, n_wave // 2)
+        else:
+            lowered = [f"wave lowered from {wished} to {n_wave} tokens to fit; -b overrides"] * (n_wave < wished)
+            return replace(placement, notes=(*placement.notes, *lowered)), layout
+
+
+def _check_host(placement: Placement, options: Options) -> None:
+    """`UserError` when the host's buffers do not fit beside its weights, or alone where those stay in the file."""
+    budget = placement.budgets[-1]
+    weights = 0 if options.load_mode == "mmap" else budget.weights_bytes
+    others = budget.used_bytes - budget.weights_bytes
+    if weights + others > budget.free_bytes:
+        raise UserError(
+            f"the model does not fit: {budget.name} needs {weights / GIB:.2f} GiB for weights, {others / GIB:.2f} GiB "
+            f"for buffers, and may use {budget.free_bytes / GIB:.2f} GiB; lower -b or -c, or read weights from the "
+            "file as they are needed (-lm mmap)"
+        )
 
 
 def _min_upload_tokens(shape: ModelShape, options: Options) -> int:

@@ -22,6 +22,9 @@ _HAND_OFF_LATENCY_US = 20.0
 _CPU_EMBED_US = 0.1
 
 
+_LAUNCHED = frozenset({Verb.LAYERS, Verb.ATTEND, Verb.EXPERTS, Verb.WIDEN})
+
+
 @dataclass(frozen=True, slots=True)
 class Timed:
     """An action with its simulated start and end, microseconds."""
@@ -31,9 +34,12 @@ class Timed:
     end_us: float
 
 
-def simulate(issued: Iterable[Action], cost_us: Callable[[Action], float], *, is_serial: bool = False) -> list[Timed]:
-    """Start and end of each action, in issue order."""
+def simulate(
+    issued: Iterable[Action], cost_us: Callable[[Action], float], *, is_serial: bool = False, issue_us: float = 0.0
+) -> list[Timed]:
+    """Start and end of each action, in issue order. issue_us: what the host needs to launch one of `_LAUNCHED`."""
     ledger = Ledger()
+    host_us = 0.0
     free: dict[StreamId, float] = {}
     timed: list[Timed] = []
     for number, action in enumerate(issued):
@@ -41,6 +47,8 @@ def simulate(issued: Iterable[Action], cost_us: Callable[[Action], float], *, is
         start = max([free.get(action.stream, 0.0), *(timed[n].end_us for n in waits.values())])
         if is_serial and timed:
             start = max(start, timed[-1].end_us)
+        start = max(start, host_us)
+        host_us += issue_us if action.verb in _LAUNCHED else 0.0
         end = start + cost_us(action)
         free[action.stream] = end
         timed.append(Timed(action, start, end))
@@ -192,7 +200,8 @@ def predict(shape: ModelShape, machine: Machine, layout: Layout, wave: WaveShape
     n_chunks = [0] * (len(wave.n_tokens) - 1) + [1]
     n_tiles = [layout.detour.n_tiles(4 * shape.n_embd * n) for n in wave.n_tokens]
     cost_us = costs(shape, machine, layout, wave, schedule)
-    timed = simulate(actions(layout, schedule, n_chunks, n_tiles), cost_us, is_serial=schedule.order is Order.SERIAL)
+    issued = actions(layout, schedule, n_chunks, n_tiles)
+    timed = simulate(issued, cost_us, is_serial=schedule.order is Order.SERIAL, issue_us=machine.issue_us)
     total = max(t.end_us for t in timed)
     busy: dict[int, float] = {}
     for t in timed:

@@ -17,6 +17,10 @@ from typing import Any, Final
 from overspill.errors import UserError
 
 HOST: Final = "host"
+
+GPU_ISSUE_US: Final = 600.0
+"""Host time to launch a split on a GPU, microseconds: about a dozen kernels from Python."""
+
 _HOST_NAMES: Final = frozenset({"cpu", HOST})
 
 
@@ -41,7 +45,8 @@ class Machine:
     """The devices in pipeline order, and the host.
 
     host_bytes: memory that weights may take. h2d_total_gbps: all links at once. peer_gbps: device to device.
-    cpu_gbps: the CPU reading memory. cpu_gflops: the CPU's matrix products. failing_pairs: names (source, target) of
+    cpu_gbps: the CPU reading memory. cpu_gflops: the CPU's matrix products. issue_us: host time to launch the work of
+    one split on a device. failing_pairs: names (source, target) of
     devices between which direct copies do not arrive.
     """
 
@@ -51,6 +56,7 @@ class Machine:
     peer_gbps: float
     cpu_gbps: float
     cpu_gflops: float = 100.0
+    issue_us: float = 0.0
     failing_pairs: frozenset[tuple[str, str]] = frozenset()
 
     @property
@@ -136,7 +142,7 @@ _EXPECTED: Final = {
 
 
 def _machine_from(record: Any, path: str) -> Machine:
-    fields = _checked(record, path, "", _MACHINE_FIELDS, {"cpu_gflops": float})
+    fields = _checked(record, path, "", _MACHINE_FIELDS, {"cpu_gflops": float, "issue_us": float})
     devices = tuple(_device_from(d, path, f"devices[{i}].") for i, d in enumerate(fields["devices"]))
     for i, device in enumerate(devices):
         if _plain(device.name) in _HOST_NAMES or device.name in (d.name for d in devices[:i]):
@@ -148,6 +154,7 @@ def _machine_from(record: Any, path: str) -> Machine:
         peer_gbps=fields["peer_gbps"],
         cpu_gbps=fields["cpu_gbps"],
         cpu_gflops=fields.get("cpu_gflops", Machine.cpu_gflops),
+        issue_us=fields.get("issue_us", GPU_ISSUE_US),
     )
 
 

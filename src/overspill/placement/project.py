@@ -26,7 +26,7 @@ class Demand:
     pinned: routed experts that do stay there. weights: all of these. kv_per_cell, state: cache bytes per context
     cell, and for all sequences together. capacity: bytes, the host last. n_cpu_moe: leading layers whose number of
     expert sets must be in host RAM, wherever. wide_expert_bytes: one expert dequantised, 0 where no kernel wants that.
-    is_host_mapped: host weights need not fit in memory.
+    resident_bytes: what kernels take where experts may be resident. is_host_mapped: host weights need not fit.
     """
 
     fixed: tuple[int, ...]
@@ -46,6 +46,7 @@ class Demand:
     n_slots: int
     slab_bytes: int | None
     wide_expert_bytes: int
+    resident_bytes: int
     is_host_mapped: bool
 
     @property
@@ -159,6 +160,7 @@ def _share(demand: Demand, holding: _Holding, device: int, has_output: bool, sla
         return Share()
     weights = holding.weights_bytes + demand.output_bytes * has_output
     compute = demand.activation_bytes + demand.logits_bytes * has_output
+    compute += demand.resident_bytes * bool(holding.movable)
     room = demand.capacity[device] - weights - compute
     left = room - holding.kv_bytes
     is_resident = not (holding.pinned or n_host) and holding.movable_bytes <= left

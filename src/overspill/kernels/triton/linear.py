@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from overspill.gguf.types import TensorType
+from overspill.kernels.gpu_memory import DENSE_PART_BYTES
 from overspill.kernels.triton import skinny
 from overspill.kernels.triton.dequant import dequantize_f32, dequantize_into, plain_view
 from overspill.kernels.triton.workspace import Workspace
@@ -52,7 +53,7 @@ class LinearOp:
 
     def _dequantized(self, x: torch.Tensor, weight: QTensor) -> torch.Tensor:
         N, K = weight.shape
-        n_rows = max(1, self._workspace.weight_bytes // (K * self._dtype.itemsize))
+        n_rows = max(1, min(self._workspace.weight_bytes, DENSE_PART_BYTES) // (K * self._dtype.itemsize))
         pieces = []
         for first in range(0, N, n_rows):
             rows = weight.rows(first, min(N, first + n_rows))
