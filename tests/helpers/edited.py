@@ -35,6 +35,9 @@ class Edited:
     def bytes_of(self, name: str) -> NDArray[np.uint8]:
         return self.data[name]
 
+    def file_range(self, name: str) -> None:
+        """No file holds these tensors."""
+
     def array(self, name: str) -> NDArray[np.float32]:
         """The values of a float32 tensor."""
         assert self.tensors[name].type is TensorType.F32
