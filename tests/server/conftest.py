@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.server.scripted import Says, scripted
 from tests.server.served import Served, serving
 
 
@@ -13,6 +14,12 @@ from tests.server.served import Served, serving
 def served() -> Iterator[Served]:
     with serving() as served:
         yield served
+
+
+@pytest.fixture
+def says(served: Served, monkeypatch: pytest.MonkeyPatch) -> Says:
+    """Makes the model say a text, then its end token."""
+    return scripted(served, monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 
 from overspill.engine.loop import EngineStopped
 from overspill.errors import UserError
-from overspill.server import routes_status, routes_text
+from overspill.server import routes_messages, routes_status, routes_text
 from overspill.server.errors import ApiError, ClientGone, as_api_error
 from overspill.server.gate import Gate
 from overspill.server.host import Host
@@ -27,8 +27,8 @@ def create_app(host: Host, settings: ServerSettings) -> ASGIApp:
     app.state.host = host
     app.state.settings = settings
     app.state.metrics = Metrics(host)
-    app.include_router(routes_status.router, prefix=settings.api_prefix)
-    app.include_router(routes_text.router, prefix=settings.api_prefix)
+    for routes in (routes_status, routes_text, routes_messages):
+        app.include_router(routes.router, prefix=settings.api_prefix)
     for kind in (ApiError, UserError, EngineStopped, Exception):
         app.add_exception_handler(kind, _tell)
     app.add_exception_handler(ClientGone, _hung_up)
@@ -38,7 +38,8 @@ def create_app(host: Host, settings: ServerSettings) -> ASGIApp:
 
 async def _tell(request: Request, error: Exception) -> Response:
     known = as_api_error(error)
-    return Json(known.body, known.code)
+    is_anthropic = "/v1/messages" in request.url.path
+    return Json({"type": "error", **known.body} if is_anthropic else known.body, known.code)
 
 
 async def _tell_http(request: Request, error: Exception) -> Response:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from overspill.engine.request import Timings
 from overspill.server.answers import Answer, Piece
+from overspill.server.errors import ApiError
 from overspill.server.generation import Progress
 
 FINGERPRINT = "overspill"
@@ -19,6 +20,12 @@ class Format(Protocol):
 
     marks_end: bool
     """Whether a stream ends with `[DONE]`."""
+    names_events: bool
+    """Whether an event is named by its `type`."""
+
+    def error(self, error: ApiError) -> dict[str, Any]:
+        """The event for an error that ends a stream."""
+        ...
 
     def progress(self, answer: Answer, progress: Progress) -> list[dict[str, Any]]:
         """Events for a part of a prompt computed."""
@@ -39,6 +46,15 @@ class Format(Protocol):
     def whole(self, answers: Sequence[Answer]) -> Any:
         """All answers at once, for a request without streaming."""
         ...
+
+
+class UnnamedEvents:
+    """What the formats of llama-server and OpenAI share."""
+
+    names_events = False
+
+    def error(self, error: ApiError) -> dict[str, Any]:
+        return error.body
 
 
 def timings_dict(t: Timings) -> dict[str, float]:

@@ -8,13 +8,13 @@ from typing import Any
 from overspill.engine.request import SamplingParams
 from overspill.server.answers import Answer, Piece
 from overspill.server.fields import NativeBody
-from overspill.server.formats import progress_dict, timings_dict
+from overspill.server.formats import UnnamedEvents, progress_dict, timings_dict
 from overspill.server.generation import Job, Progress
 from overspill.server.params import RANDOM_SEED
 from overspill.text.tokenizer import Tokenizer
 
 
-class NativeFormat:
+class NativeFormat(UnnamedEvents):
     """One object per answer; a list of them where several were asked for."""
 
     marks_end = False

@@ -9,6 +9,7 @@ from overspill.server.answers import Answer, Piece
 from overspill.server.fields import ChatBody
 from overspill.server.formats import (
     FINGERPRINT,
+    UnnamedEvents,
     finish_reason,
     new_id,
     now_s,
@@ -20,7 +21,7 @@ from overspill.server.generation import Job, Progress
 from overspill.server.reading import Arguments, Call, Part, Reader, Said, Thought, read_all
 
 
-class ChatFormat:
+class ChatFormat(UnnamedEvents):
     """Choices with a message each; a stream opens every choice with its role."""
 
     marks_end = True

@@ -9,6 +9,7 @@ from overspill.server.answers import Answer, Piece
 from overspill.server.fields import TextBody
 from overspill.server.formats import (
     FINGERPRINT,
+    UnnamedEvents,
     finish_reason,
     new_id,
     now_s,
@@ -19,7 +20,7 @@ from overspill.server.formats import (
 from overspill.server.generation import Job, Progress
 
 
-class TextFormat:
+class TextFormat(UnnamedEvents):
     """Choices with a text each. Logprobs come as llama-server's list and as OpenAI's three."""
 
     marks_end = True

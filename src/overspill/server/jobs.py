@@ -1,0 +1,47 @@
+"""Bodies of requests to jobs for the engine. Slow for long prompts: not for the event loop's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from overspill.server.fields import ChatBody, SamplingFields
+from overspill.server.generation import Job
+from overspill.server.host import Host
+from overspill.server.params import chat_probs, check_tools, sampling_params
+from overspill.server.prompts import chat_segments, prompts_of
+from overspill.server.reading import Reader
+
+
+def prompt_job(host: Host, body: SamplingFields, prompt: Any, n_probs: int | None) -> Job:
+    """What to generate for a `prompt` field. n_probs: how many tokens to list, None for no logprobs."""
+    return _job(host, body, prompts_of(host.llm.tokenizer, prompt), n_probs)
+
+
+def chat_job(host: Host, body: ChatBody) -> tuple[Job, Callable[[], Reader]]:
+    """What to generate for a conversation, and how to read each answer."""
+    refuse_unserved(host, body)
+    tokenizer, is_raw = host.llm.tokenizer, body.reasoning_format == "none"
+    segments = chat_segments(tokenizer, host.template, body)
+    prompt = "".join(segment.text for segment in segments)
+    job = _job(host, body, [tokenizer.encode_marked(segments)], chat_probs(body))
+    make_reader = partial(host.dialect.reader, prompt, has_tools=bool(body.offered_tools), is_raw=is_raw)
+    return replace(job, shown_ids=host.dialect.mark_ids(tokenizer)), make_reader
+
+
+def refuse_unserved(host: Host, body: ChatBody) -> None:
+    """ApiError 400 naming what this server does not do; before a template sees the rest."""
+    sampling_params(body, host.llm.tokenizer, n_probs=0)
+    check_tools(body, has_calls=host.dialect.has_calls)
+
+
+def _job(host: Host, body: SamplingFields, prompts: list[list[int]], n_probs: int | None) -> Job:
+    return Job(
+        prompts=tuple(tuple(ids) for ids in prompts),
+        params=sampling_params(body, host.llm.tokenizer, n_probs=n_probs or 0),
+        stop=tuple(word for word in body.stop if word),
+        n=body.n,
+        has_logprobs=n_probs is not None,
+    )
