@@ -317,13 +317,16 @@ BAD_VALUES = {
     "threads": "0",
     "chaos_seed": "-1",
     "trace": "/nowhere/trace.json",
+    "host_stage": "2",
+    "host_stage_tile_mib": "0",
     "load_mode": "dream",
+    "load_threads": "0",
     "h2d_gbps": "0",
 }
 
 
 def test_each_flag_has_a_bad_value() -> None:
-    assert BAD_VALUES.keys() == FLAGS.keys() - {"cpu_moe"}
+    assert BAD_VALUES.keys() == FLAGS.keys() - {"cpu_moe", "force_xdev_sync"}
 
 
 @pytest.mark.parametrize("name", BAD_VALUES)

@@ -6,6 +6,7 @@ import json
 import logging
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -129,3 +130,40 @@ def test_a_file_that_shrinks_while_it_is_loaded(tmp_path: Path) -> None:
 
     with pytest.raises(UserError, match=r"model\.gguf: ended while tensor .* was read"):
         LLM(copy, **OPTIONS, load_mode="none", progress=shrink)
+
+
+BUDGETS = [
+    {"devices": "cpu", "n_ctx": 64, "load_mode": "none"},
+    {"devices": "virtual:2", "n_gpu_layers": 2, "n_ctx": 64, "load_mode": "none"},
+    {"devices": "virtual:3", "device_memory": "800KiB", "n_ctx": 160},
+    {"devices": "virtual:2", "cpu_moe": True, "n_ctx": 64, "host_stage": "1", "load_mode": "dio"},
+    {"devices": "virtual:2", "cpu_moe": True, "n_ctx": 128, "n_parallel": 2, "policy": "selected"},
+]
+
+
+@pytest.mark.parametrize("options", BUDGETS, ids=str)
+def test_no_device_and_no_host_takes_more_than_was_projected(options: dict[str, Any]) -> None:
+    with LLM(MODEL, **options, n_ubatch=16, n_wave=64) as llm:
+        llm.logits(IDS)
+        budgets = llm.plan.placement.budgets
+        peaks = [device.peak_bytes for device in llm.devices.all]
+        for peak, budget in zip(peaks[:-1], budgets[:-1], strict=True):
+            assert peak == budget.used_bytes
+        in_file = llm.residence.mapped_bytes
+        assert budgets[-1].used_bytes - in_file - 10_000 < peaks[-1] <= budgets[-1].used_bytes - in_file
+
+
+def test_buffers_of_the_host_are_part_of_what_has_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wave that the host's buffers are too large for gets smaller, and the plan says so; asked for, it is refused."""
+    options = {"devices": "virtual:2", "cpu_moe": True, "n_ctx": 4096, "n_ubatch": 16}
+    with LLM(MODEL, **options) as llm:
+        budget, wished = llm.plan.placement.budgets[-1], llm.plan.placement.n_wave
+        assert not [note for note in llm.plan.placement.notes if note.startswith("wave")]
+    monkeypatch.setattr(factory, "VirtualHost", partial(VirtualHost, cap_bytes=budget.used_bytes - 100_000))
+    with LLM(MODEL, **options) as llm:
+        n_wave = llm.plan.placement.n_wave
+        assert wished / 4 <= n_wave < wished
+        assert f"wave lowered from {wished} to {n_wave} tokens to fit; -b overrides" in llm.plan.placement.notes
+        assert llm.devices.host.peak_bytes <= budget.used_bytes - 100_000
+    with pytest.raises(UserError, match=r"the model does not fit: host needs .* for buffers, .*lower -b or -c"):
+        LLM(MODEL, **options, n_wave=wished)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from unittest.mock import patch
 
 import pytest
@@ -16,7 +16,7 @@ from overspill.device.virtual import VirtualDevice, VirtualHost
 from overspill.errors import OutOfMemory
 from overspill.gguf.source import ModelSource
 from overspill.models.layouts import Relaid
-from overspill.pipeline import arena
+from overspill.pipeline import arena, host_budget
 from overspill.pipeline.reading import LoadMode
 from overspill.pipeline.schedule import Order, Policy
 from tests.helpers.pipe import ORDERS_AND_POLICIES, Pipe, Shape, cut_wave, cut_waves, pipe, rare_delays, run_all
@@ -41,9 +41,7 @@ def devices_of(n: int, host_bytes: int | None = None, host: type[VirtualHost] = 
 
 @pytest.fixture(autouse=True)
 def small_chunks() -> Iterator[None]:
-    with ExitStack() as stack:
-        for name in ("_CHUNK_BYTES", "_MIN_CHUNK_BYTES"):
-            stack.enter_context(patch.object(arena, name, CHUNK_BYTES))
+    with patch.object(arena, "_CHUNK_BYTES", CHUNK_BYTES), patch.object(host_budget, "MIN_CHUNK_BYTES", CHUNK_BYTES):
         yield
 
 

@@ -11,8 +11,9 @@ import torch
 from overspill.device.base import Buffer, Device, Devices, MemoryKind, Part
 from overspill.device.factory import open_devices
 from overspill.device.lane import Lane
+from overspill.pipeline.host_budget import RING_CHUNKS
 from overspill.pipeline.reading import reader_of
-from overspill.pipeline.ring import N_CHUNKS, LoadRing, PinnedRing
+from overspill.pipeline.ring import LoadRing, PinnedRing
 from tests.helpers.buffers import pinned
 
 TIMEOUT_S = 20
@@ -46,7 +47,7 @@ def test_bytes(devices: Devices, ranges: list[tuple[int, int, int]], chunk_bytes
     a, host = devices.accelerators[0], devices.host
     source, target, stream = host.wrap(VALUES, name="pageable"), slot(a), a.stream(Lane.UPLOAD)
     ring = PinnedRing(host, 0, chunk_bytes=chunk_bytes)
-    assert ring.n_bytes == N_CHUNKS * chunk_bytes
+    assert ring.n_bytes == RING_CHUNKS * chunk_bytes
     blank = pinned(devices, torch.zeros(N_BYTES, dtype=torch.uint8))
     wanted = torch.zeros(N_BYTES, dtype=torch.uint8)
     for first, at, n in ranges:

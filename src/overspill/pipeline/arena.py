@@ -18,12 +18,12 @@ import torch
 from overspill.device.base import Buffer, HostDevice, MemoryKind
 from overspill.errors import OutOfMemory
 from overspill.gguf.source import ModelSource
+from overspill.pipeline.host_budget import RING_CHUNK_BYTES, ring_chunk_bytes
 from overspill.pipeline.reading import LoadMode, TensorReader, tensor_over
 from overspill.pipeline.residence import Bytes, choose_pinned
-from overspill.pipeline.ring import N_CHUNKS, PinnedRing
+from overspill.pipeline.ring import PinnedRing
 
-_CHUNK_BYTES = 16 << 20
-_MIN_CHUNK_BYTES = 1 << 12
+_CHUNK_BYTES = RING_CHUNK_BYTES
 _MIB = 1 << 20
 _log = logging.getLogger(__name__)
 
@@ -88,12 +88,11 @@ class Arena:
             progress(len(view))
 
     def _open_rings(self, accelerators: Sequence[int], largest: int, budget_bytes: int) -> int:
-        """Reserve the rings, at most half of the budget unless that is next to nothing. Returns their bytes."""
-        n_chunks = len(accelerators) * N_CHUNKS
-        chunk_bytes = max(_MIN_CHUNK_BYTES, min(_CHUNK_BYTES, largest, budget_bytes // (2 * n_chunks)))
+        """Reserve the rings. Returns their bytes."""
+        chunk_bytes = ring_chunk_bytes(largest, budget_bytes, len(accelerators), most=_CHUNK_BYTES)
         for i in accelerators:
             self.rings[i] = PinnedRing(self._host, i, chunk_bytes=chunk_bytes)
-        return n_chunks * chunk_bytes
+        return sum(ring.n_bytes for ring in self.rings.values())
 
     def _pinned(self, name: str) -> Buffer | None:
         if self._refusal is not None:

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 from overspill.device.base import Buffer, Event, HostDevice, Part, Stream
 from overspill.device.lane import Lane
+from overspill.pipeline.host_budget import LOAD_CHUNKS, RING_CHUNKS
 from overspill.pipeline.reading import ReadInto
-
-N_CHUNKS = 3
 
 
 @dataclass(frozen=True)
@@ -31,9 +30,9 @@ class PinnedRing:
     """The ring of one accelerator, by its number. Issued to from one thread."""
 
     def __init__(self, host: HostDevice, i_accelerator: int, *, chunk_bytes: int) -> None:
-        names = [f"ring {i_accelerator}.{i}" for i in range(N_CHUNKS)]
+        names = [f"ring {i_accelerator}.{i}" for i in range(RING_CHUNKS)]
         self._chunks = [host.allocate_pinned(chunk_bytes, name=name) for name in names]
-        self._busy: list[Event | None] = [None] * N_CHUNKS
+        self._busy: list[Event | None] = [None] * RING_CHUNKS
         self._feeder = host.feeder(i_accelerator)
         self._i_next = 0
 
@@ -52,14 +51,14 @@ class PinnedRing:
         filled: deque[tuple[int, _Chunkful, Event]] = deque()
         for chunkful in _chunkfuls(parts, self._chunks[0].n_bytes):
             # All chunks are being filled before the first is waited for: some streams can wait on their host only.
-            if len(filled) == N_CHUNKS:
+            if len(filled) == RING_CHUNKS:
                 self._send(stream, dst, *filled.popleft(), label=label)
             filled.append(self._fill(chunkful, label))
         while filled:
             self._send(stream, dst, *filled.popleft(), label=label)
 
     def _fill(self, chunkful: _Chunkful, label: str) -> tuple[int, _Chunkful, Event]:
-        i, self._i_next = self._i_next, (self._i_next + 1) % N_CHUNKS
+        i, self._i_next = self._i_next, (self._i_next + 1) % RING_CHUNKS
         busy = self._busy[i]
         if busy is not None:
             self._feeder.wait(busy)
@@ -101,18 +100,18 @@ def _chunkfuls(parts: Sequence[Part], chunk_bytes: int) -> Iterator[_Chunkful]:
 
 
 class LoadRing:
-    """Two pinned chunks that weights are read into on their way to accelerators. For one thread."""
+    """Pinned chunks that weights are read into, in turn, on their way to accelerators. For one thread."""
 
     def __init__(self, host: HostDevice, *, chunk_bytes: int) -> None:
-        self._chunks = [host.allocate_pinned(chunk_bytes, name=f"load{i}") for i in range(2)]
-        self._busy: list[Event | None] = [None, None]
+        self._chunks = [host.allocate_pinned(chunk_bytes, name=f"load{i}") for i in range(LOAD_CHUNKS)]
+        self._busy: list[Event | None] = [None] * LOAD_CHUNKS
         self._i = 0
 
     def send(self, target: Buffer, read: ReadInto) -> Event:
         """Fill `target` with what `read` gives. Returns at once when all is read; the event: when all has arrived."""
         stream = target.device.stream(Lane.UPLOAD)
         for first in range(0, target.n_bytes, self._chunks[0].n_bytes):
-            i, self._i = self._i, 1 - self._i
+            i, self._i = self._i, (self._i + 1) % LOAD_CHUNKS
             self._wait_host(i)
             chunk, n_bytes = self._chunks[i], min(self._chunks[i].n_bytes, target.n_bytes - first)
             read(first, chunk.host_tensor[:n_bytes])

@@ -23,6 +23,7 @@ from overspill.models.base import Block, HParams, Model, TensorSpec
 from overspill.models.describe import is_widened
 from overspill.models.layers import PARTS, expert_vectors
 from overspill.pipeline.arena import Arena
+from overspill.pipeline.host_budget import LOAD_CHUNK_BYTES, load_chunk_bytes
 from overspill.pipeline.reading import LoadMode, ReadInto, TensorReader, reader_of, tensor_over
 from overspill.pipeline.residence import Bytes, Residence, lock, read_ahead, reserve_bytes
 from overspill.pipeline.ring import LoadRing, PinnedRing
@@ -32,7 +33,7 @@ from overspill.quant.dequant import dequantize
 from overspill.quant.experts import ExpertVectors
 from overspill.quant.qtensor import QTensor
 
-_RING_BYTES = 32 << 20
+_RING_BYTES = LOAD_CHUNK_BYTES
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,5 +272,6 @@ class _Loader:
     def _send(self, target: Buffer, read: ReadInto) -> Event:
         if self._ring is None:
             largest = max(info.n_bytes for info in self._source.tensors.values())
-            self._ring = LoadRing(self._devices.host, chunk_bytes=min(_RING_BYTES, largest))
+            chunk_bytes = load_chunk_bytes(largest, self._devices.host.free_bytes, most=_RING_BYTES)
+            self._ring = LoadRing(self._devices.host, chunk_bytes=chunk_bytes)
         return self._ring.send(target, read)
