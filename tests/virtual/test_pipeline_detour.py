@@ -10,8 +10,10 @@ import torch
 
 from overspill.device import hazard
 from overspill.device.handoff import failing_pairs
+from overspill.device.hazard import HazardKind
 from overspill.pipeline.schedule import Order, Policy
 from overspill.pipeline.split import Detour, detours
+from tests.helpers.blind import blind_to
 from tests.helpers.broken import Fault, broken_devices
 from tests.helpers.pipe import ORDERS_AND_POLICIES, Pipe, Shape, cut_wave, cut_waves, pipe, rare_delays, run_all
 from tests.helpers.reference import reference_logits
@@ -103,6 +105,16 @@ def test_no_hazard(n_devices: int, tile_bytes: int) -> None:
             p.runner.run(cut_wave(IDS, SIZES), p.schedule(order, policy))
         assert sum("hand_down" in entry.label for entry in p.log) > len(ORDERS_AND_POLICIES)
         assert hazard.check(p.log, preinitialised=p.buffers("kv")) == []
+
+
+@pytest.mark.parametrize("order", [Order.DEPTH_FIRST, Order.BREADTH_FIRST])
+def test_a_ledger_that_overlooks_tiles_is_found_out(order: Order) -> None:
+    detour = Detour(every_pair(2), TILES[1])
+    with blind_to(["tile"]), open_pipe(Shape(2), kind="null", detour=detour, max_in_flight=1 << 30) as p:
+        p.runner.run(cut_wave(IDS, SIZES), p.schedule(order))
+        found = hazard.check(p.log, preinitialised=p.buffers("kv"))
+    kinds = {h.kind for h in found if h.buffer.name.startswith("tile")}
+    assert kinds == {HazardKind.READ_AFTER_WRITE, HazardKind.WRITE_AFTER_READ}
 
 
 @pytest.mark.parametrize(("order", "policy"), list(zip(Order, Policy, strict=True)))

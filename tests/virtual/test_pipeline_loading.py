@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from unittest.mock import patch
 
 import pytest
@@ -200,9 +200,9 @@ def test_a_refused_pin_moves_no_work_to_the_cpu(mode: LoadMode, caplog: pytest.L
 # --- the ring
 
 
-@pytest.mark.parametrize("shape", [Shape(1), Shape(2, slab_experts=1), Shape(3, mixed_layers="odd")], ids=str)
-def test_no_hazard(shape: Shape) -> None:
-    """Of pageable experts in memory of their own, whose filling the log shows."""
+@contextmanager
+def nothing_pinned(shape: Shape) -> Iterator[Pipe]:
+    """On null devices, experts pageable in memory of their own, whose filling the log shows."""
 
     def refuse(*args: object, **options: object) -> None:
         return None
@@ -212,10 +212,34 @@ def test_no_hazard(shape: Shape) -> None:
         open_pipe(shape, kind="null", mode=LoadMode.NONE, max_in_flight=1 << 30) as p,
     ):
         assert p.residence.pinned_bytes == 0 < p.residence.pageable_bytes
+        for buffer in p.buffers("ids"):
+            buffer.raw().zero_()
+        yield p
+
+
+@pytest.mark.parametrize("shape", [Shape(1), Shape(2, slab_experts=1), Shape(3, mixed_layers="odd")], ids=str)
+def test_no_hazard(shape: Shape) -> None:
+    with nothing_pinned(shape) as p:
         for order, policy in ORDERS_AND_POLICIES:
-            for buffer in p.buffers("ids"):
-                buffer.raw().zero_()
             p.runner.run(cut_wave(IDS, SIZES), p.schedule(order, policy))
         feeders = {entry.stream for entry in p.log if entry.label.startswith("pin ")}
         assert feeders == {f"null:host/upload:{i}" for i in range(shape.n_devices)}
         assert hazard.check(p.log, preinitialised=p.buffers("kv")) == []
+
+
+@pytest.mark.parametrize("waits_on_feeder", [True, False])
+def test_waits_of_the_ring_are_needed(waits_on_feeder: bool) -> None:
+    """Without those of the feeders a chunk is overwritten before it has gone up, without those for them it is empty."""
+    with nothing_pinned(Shape(2)) as p:
+        p.runner.run(cut_wave(IDS, SIZES), p.schedule(Order.BREADTH_FIRST))
+        log = p.log
+        fed = {e.event for e in log if e.verb is hazard.Verb.RECORD and "host/upload:" in e.stream}
+
+        def is_kept(entry: hazard.Entry) -> bool:
+            is_of_feeder = "host/upload:" in entry.stream
+            return entry.verb is not hazard.Verb.WAIT or not (is_of_feeder if waits_on_feeder else entry.event in fed)
+
+        found = hazard.check([e for e in log if is_kept(e)], preinitialised=p.buffers("kv"))
+        assert {h.kind for h in found if h.buffer.name.startswith("ring")} == {
+            hazard.HazardKind.WRITE_AFTER_READ if waits_on_feeder else hazard.HazardKind.READ_AFTER_WRITE
+        }
