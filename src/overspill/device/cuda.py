@@ -91,6 +91,8 @@ class CudaStream(BackendStream):
         check_copy(self.device, dst, part)
         count_copy(self.device.counters, dst, part)
         start, source = self._start(), bytes_of(src)[src_offset : src_offset + n_bytes]
+        if isinstance(src.device, CudaDevice) and src.device is not self.device:
+            torch.cuda.set_stream(src.device.outgoing)
         torch.cuda.set_stream(self.cuda)
         bytes_of(dst)[dst_offset : dst_offset + n_bytes].copy_(source, non_blocking=True)
         self._note(start, label, n_bytes)
@@ -155,6 +157,8 @@ class CudaDevice(BackendDevice):
     def __init__(self, index: int, *, cap_bytes: int | None) -> None:
         name, self._index = f"cuda:{index}", index
         super().__init__(name, ledger=Ledger(name, _space(index, cap_bytes)), torch_device=name)
+        # torch runs a copy to another GPU on the current stream of the source, between events of the target's stream.
+        self.outgoing = torch.cuda.Stream(self.torch_device)
         self._zero = torch.cuda.Event(enable_timing=True)
         self._zero.record(torch.cuda.current_stream(self.torch_device))
         self._zero.synchronize()
