@@ -15,7 +15,7 @@ import mmap
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -103,7 +103,7 @@ class CudaStream(BackendStream):
         self.device.counters.uploaded_bytes += n_bytes
         start, target = self._start(), bytes_of(dst)
         torch.cuda.set_stream(self.cuda)
-        for src, src_offset, dst_offset, n in parts:
+        for src, src_offset, dst_offset, n in _within_chunks(parts):
             source = bytes_of(src)[src_offset : src_offset + n]
             target[dst_offset : dst_offset + n].copy_(source, non_blocking=True)
         self._note(start, label, n_bytes)
@@ -199,6 +199,17 @@ class CudaDevice(BackendDevice):
         super().close()
         torch.cuda.set_stream(torch.cuda.default_stream(self.torch_device))
         torch.cuda.empty_cache()
+
+
+def _within_chunks(parts: Sequence[Part]) -> Iterator[Part]:
+    """The same ranges, cut where one registered chunk of pinned memory ends: no copy may cross."""
+    for src, src_offset, dst_offset, n_bytes in parts:
+        done = 0
+        while done < n_bytes:
+            at = src_offset + done
+            n = min(n_bytes - done, _PIN_CHUNK_BYTES - at % _PIN_CHUNK_BYTES)
+            yield Part(src, at, dst_offset + done, n)
+            done += n
 
 
 def open_cuda(indices: Sequence[int], caps: Sequence[int | None]) -> tuple[Device, ...]:
