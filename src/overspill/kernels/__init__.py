@@ -6,7 +6,7 @@ with it (tests/kernels).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -109,7 +109,8 @@ class Ops:
     widen: dequantise staged experts into bfloat16 stacks of the same shapes, once for all ubatches of a wave; None
     where kernels rather read the blocks. plain: the same for one matrix, when a model is loaded.
     prepare_heads, route: several of the others at once; None where that gains nothing.
-    add_linear: `y [T, N]`, `x [T, K]`, weight `[N, K]` -> y + x W^T; None likewise.
+    add_linear: `y [T, N]`, `x [T, K]`, weight `[N, K]` -> y + x W^T; None likewise. linears: `linear` of one x with
+    several weights; None likewise.
     normed_dtype, kv_dtype: what `rms_norm` gives, and what the KV cache holds.
     rope: `x [T, H, A]`, cos and sin `[T, n_rot / 2]` -> rotated in the split-halves (NEOX) or interleaved pairing.
     """
@@ -128,5 +129,6 @@ class Ops:
     prepare_heads: PrepareHeads | None = None
     route: Route | None = None
     add_linear: Callable[[torch.Tensor, torch.Tensor, QTensor], torch.Tensor] | None = None
+    linears: Callable[[torch.Tensor, Sequence[QTensor]], list[torch.Tensor]] | None = None
     normed_dtype: torch.dtype = torch.float32
     kv_dtype: torch.dtype = torch.float32

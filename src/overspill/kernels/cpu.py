@@ -6,6 +6,7 @@ A type without a kernel goes through the reference, with one warning per type, n
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -20,6 +21,9 @@ from overspill.quant.qtensor import QTensor
 _log = logging.getLogger(__name__)
 
 _SCORE_BYTES = 64 << 20
+# Up to so many numbers, and products of queries and keys, torch's way of finding its kernels costs more than a thread.
+_FEW_NUMBERS = 1 << 15
+_FEW_PRODUCTS = 1 << 20
 
 
 def use_threads(n_threads: int) -> None:
@@ -36,17 +40,66 @@ def _has_kernel(type: TensorType) -> bool:
     return found
 
 
-@cache
-def _is_known(activation: Activation, has_no_vectors: bool) -> bool:
-    known = activation is Activation.SILU and has_no_vectors
-    if not known:
-        _log.warning("no fast CPU kernel for experts with biases, scales or %s: the reference is used", activation)
-    return known
-
-
 def linear(x: torch.Tensor, weight: QTensor) -> torch.Tensor:
     """x W^T."""
     return fast.matmul(x, weight) if _has_kernel(weight.type) else ref.linear(x, weight)
+
+
+def linears(x: torch.Tensor, weights: Sequence[QTensor]) -> list[torch.Tensor]:
+    """x W^T with each weight."""
+    if all(_has_kernel(weight.type) for weight in weights):
+        return fast.matmuls(x, weights)
+    return [linear(x, weight) for weight in weights]
+
+
+def add_linear(y: torch.Tensor, x: torch.Tensor, weight: QTensor) -> torch.Tensor:
+    """y + x W^T."""
+    if not _has_kernel(weight.type):
+        return y + ref.linear(x, weight)
+    out = y.clone()
+    fast.add_matmul(out, x, weight)
+    return out
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
+    return fast.norm_rows(x, weight, eps) if x.numel() <= _FEW_NUMBERS else ref.rms_norm(x, weight, eps)
+
+
+def prepare_heads(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cells: tuple[torch.Tensor, torch.Tensor],
+    angles: tuple[torch.Tensor, torch.Tensor],
+    gains: tuple[torch.Tensor | None, torch.Tensor | None],
+    *,
+    eps: float,
+    is_interleaved: bool,
+) -> torch.Tensor:
+    """`kernels.PrepareHeads`."""
+    is_few = q.numel() <= _FEW_NUMBERS and cells[0].dtype == torch.float32
+    prepare = fast.prepare_heads if is_few else ref.prepare_heads
+    return prepare(q, k, v, cells, angles, gains, eps=eps, is_interleaved=is_interleaved)
+
+
+def route(
+    x: torch.Tensor,
+    gain: torch.Tensor,
+    router: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    eps: float,
+    n_used: int,
+    gating: int,
+    is_normalised: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`kernels.Route`."""
+    normed = rms_norm(x, gain, eps)
+    logits = fast.matmul(normed, QTensor(router.view(torch.uint8), TensorType.F32, tuple(router.shape)))
+    picked = fast.pick_experts(logits, bias, n_used=n_used, gating=gating, is_normalised=is_normalised, scale=scale)
+    return normed, *picked
 
 
 def attention(
@@ -60,6 +113,8 @@ def attention(
 ) -> torch.Tensor:
     """`kernels.Attention` on torch's fused CPU kernel; what that does not know goes through the reference."""
     n_queries, n_cells = len(q), k.shape[1]
+    if q.numel() * n_cells <= _FEW_PRODUCTS and q.dtype == k.dtype == torch.float32:
+        return fast.attend_few(q, k, v, scale=scale, window=window, sinks=sinks)
     k, v = k.to(q.dtype), v.to(q.dtype)
     if sinks is not None or q.shape[-1] != v.shape[-1]:
         return _attention_in_rows(q, k, v, scale, window, sinks)
@@ -98,21 +153,25 @@ def experts(
     out: torch.Tensor,
 ) -> None:
     """`kernels.Experts`."""
-    x = x.float()
-    if _is_known(activation, weights.vectors.is_empty) and all(_has_kernel(part.type) for part in weights.parts):
-        fast.experts(x, weights.gate, weights.up, weights.down, ids, mix, weights.slot_of, out, activation)
+    if all(_has_kernel(part.type) for part in weights.parts):
+        stacks = weights.gate, weights.up, weights.down
+        fast.experts(x.float(), *stacks, ids, mix, weights.slot_of, out, activation, vectors=weights.vectors)
     else:
-        ref.experts(x, ids, mix, weights, activation, out)
+        ref.experts(x.float(), ids, mix, weights, activation, out)
 
 
 OPS = Ops(
     embed=ref.embed,
     linear=linear,
     linear_heads=ref.linear_heads,
-    rms_norm=ref.rms_norm,
+    rms_norm=rms_norm,
     rope_halves=ref.rope_halves,
     rope_pairs=ref.rope_pairs,
     attention=attention,
     swiglu=ref.swiglu,
     experts=experts,
+    prepare_heads=prepare_heads,
+    route=route,
+    add_linear=add_linear,
+    linears=linears,
 )

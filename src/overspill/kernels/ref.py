@@ -49,6 +49,28 @@ def rope_pairs(x_THA: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tor
     return torch.cat([turned, x_THA[..., n_rot:]], -1)
 
 
+def prepare_heads(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cells: tuple[torch.Tensor, torch.Tensor],
+    angles: tuple[torch.Tensor, torch.Tensor],
+    gains: tuple[torch.Tensor | None, torch.Tensor | None],
+    *,
+    eps: float,
+    is_interleaved: bool,
+) -> torch.Tensor:
+    """Norm, rotation, and the cache's new cells, see `kernels.PrepareHeads`."""
+    keys, values = cells
+    rope = rope_pairs if is_interleaved else rope_halves
+    heads = [x.view(len(x), -1, keys.shape[2]) for x in (q, k)]
+    normed = [x if gain is None else rms_norm(x, gain, eps) for x, gain in zip(heads, gains, strict=True)]
+    turned = [rope(x, *angles) for x in normed]
+    keys.copy_(turned[1].transpose(0, 1))
+    values.copy_(v.view(len(v), -1, values.shape[2]).transpose(0, 1))
+    return turned[0]
+
+
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,

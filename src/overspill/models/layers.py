@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -17,7 +17,18 @@ PARTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 
 def linear(block: Block, name: str, x: torch.Tensor) -> torch.Tensor:
     """x W^T, times the scale and plus the bias where the file has them."""
-    y = block.ops.linear(x, block.matrix(name))
+    return _adjusted(block, name, block.ops.linear(x, block.matrix(name)))
+
+
+def linears(block: Block, names: Sequence[str], x: torch.Tensor) -> list[torch.Tensor]:
+    """`linear` with each of the weights."""
+    if block.ops.linears is None:
+        return [linear(block, name, x) for name in names]
+    products = block.ops.linears(x, [block.matrix(name) for name in names])
+    return [_adjusted(block, name, y) for name, y in zip(names, products, strict=True)]
+
+
+def _adjusted(block: Block, name: str, y: torch.Tensor) -> torch.Tensor:
     scale, bias = block.scale(name), block.bias(name)
     y = y if scale is None else y * scale
     return y if bias is None else y + bias
@@ -114,8 +125,7 @@ def _cut(segments: Iterable[Segment], chunk: int) -> Iterator[Segment]:
 
 def feed_forward(block: Block, x: torch.Tensor, *, suffix: str = "") -> torch.Tensor:
     """Gated feed-forward down(silu(gate x) * up x) of `ffn_gate`, `ffn_up`, `ffn_down` (+ suffix)."""
-    gate = linear(block, "ffn_gate" + suffix, x)
-    up = linear(block, "ffn_up" + suffix, x)
+    gate, up = linears(block, ("ffn_gate" + suffix, "ffn_up" + suffix), x)
     return linear(block, "ffn_down" + suffix, block.ops.swiglu(gate, up))
 
 

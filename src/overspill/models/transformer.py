@@ -26,6 +26,7 @@ from overspill.models.layers import (
     heads,
     is_bare,
     linear,
+    linears,
     norm_each_head,
     put_heads,
     shared_experts,
@@ -93,7 +94,7 @@ class Transformer:
         cache: KvCache,
         view: UbatchView,
     ) -> PutHeads:
-        q, k, v = (linear(block, name, normed) for name in ("attn_q", "attn_k", "attn_v"))
+        q, k, v = linears(block, ("attn_q", "attn_k", "attn_v"), normed)
         rope, gains = self._ropes[i_layer], head_gains(block)
         assert rope is not None
         cos, sin = view.angles(rope)

@@ -13,15 +13,29 @@ from __future__ import annotations
 from numba import set_num_threads
 
 from overspill.gguf.types import TensorType
+from overspill.kernels.numba.attend import attend_few
 from overspill.kernels.numba.decode import DECODERS
 from overspill.kernels.numba.experts import experts
 from overspill.kernels.numba.jit import config
-from overspill.kernels.numba.matmul import matmul
+from overspill.kernels.numba.matmul import add_matmul, matmul, matmuls
+from overspill.kernels.numba.pick import pick_experts
+from overspill.kernels.numba.rows import norm_rows, prepare_heads
 
 if config.THREADING_LAYER == "default":
     config.THREADING_LAYER = "omp"
 
-__all__ = ["experts", "has_kernel", "matmul", "use_threads"]
+__all__ = [
+    "add_matmul",
+    "attend_few",
+    "experts",
+    "has_kernel",
+    "matmul",
+    "matmuls",
+    "norm_rows",
+    "pick_experts",
+    "prepare_heads",
+    "use_threads",
+]
 
 
 def has_kernel(type: TensorType) -> bool:

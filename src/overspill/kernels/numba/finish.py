@@ -76,6 +76,19 @@ def gate_swiglu_oai(typing_context, out, products):
     return types.void(_N64, _N64), codegen
 
 
+@intrinsic
+def exp_from(typing_context, address, top):
+    """LANES floats x at `address` become exp(x - top)."""
+
+    def codegen(context, builder, signature, args):
+        e = Emitter(builder)
+        pointer = e.pointer(args[0])
+        e.store(_exp(e, e.floats(pointer, 0) - e.splat(args[1])), pointer, 0)
+        return context.get_dummy_value()
+
+    return types.void(_N64, types.float32), codegen
+
+
 def _swish(e: Emitter, x: Vec, slope: float) -> Vec:
     """x sigmoid(slope x)."""
     return x / (_exp(e, x * -slope) + 1.0)
@@ -94,5 +107,5 @@ def _exp(e: Emitter, x: Vec) -> Vec:
     p = e.like(r, _EXP_TERMS[0])
     for term in _EXP_TERMS[1:]:
         p = e.fma(p, r, e.like(r, term))
-    power = e.vec(e.builder.fptosi(n.value, ir.VectorType(I32, TILE_ROWS)))
+    power = e.vec(e.builder.fptosi(n.value, ir.VectorType(I32, x.value.type.count)))
     return (e.fma(p * r, r, r) + 1.0) * ((power + 127) << 23).as_float()

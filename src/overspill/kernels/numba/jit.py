@@ -17,8 +17,14 @@ njit: Any = numba.njit
 cfunc: Any = numba.cfunc
 intrinsic: Any = _intrinsic
 config: Any = _config
+# What lets LLVM turn a sum into a sum of vectors.
+REASSOCIATES = {"reassoc", "contract"}
 # For functions that only compiled code calls: without the wrappers that Python would need, which take long to compile.
 inner: Any = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+inner_sums: Any = njit(
+    nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, fastmath=REASSOCIATES
+)
 
 
 def cached(decorator: Any, function: Callable[..., Any], *signature: Any, **options: Any) -> Any:

@@ -1,22 +1,26 @@
-"""Activations times one stored matrix, over all threads."""
+"""Activations times stored matrices, over all threads."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from numba import get_num_threads
 from torch import Tensor
 
 from overspill.kernels.numba.jit import inner
-from overspill.kernels.numba.memory import next_number, reader, store_i64
+from overspill.kernels.numba.memory import next_number, reader, store_f32, store_i64
 from overspill.kernels.numba.native import c_function, caller, run
 from overspill.kernels.numba.panel import (
+    ADD,
     BLOCK_TOKENS,
     N_MULTIPLY_ARGS,
     SCRATCH_BYTES,
     STORE,
+    Rows,
     describe,
     multiply_address,
 )
@@ -26,28 +30,44 @@ from overspill.quant.qtensor import QTensor
 
 # Tasks per thread: some, for the fast threads to take over from the slow; not many, as long runs of rows read faster.
 _TASKS_PER_THREAD = 4
+# Bytes of weights times tokens that are worth waking another thread for.
+_BYTES_PER_THREAD = 1 << 16
 
 
 class _Call(NamedTuple):
-    """What the threads read: counts, addresses, strides in bytes. inputs, outputs: int64 arrays to be filled."""
+    """What the threads read: counts, addresses, strides in bytes. inputs: an int64 array to be filled.
+
+    then: what to do with products. weights: a float32 array to be filled with ones. products: the first `_Product`.
+    """
 
     counter: int
     multiply: int
-    matrix: int
-    n_rows: int
     n_tokens: int
     n_threads: int
+    then: int
+    weights: int
     x: int
     x_stride: int
+    inputs: int
+    scratch: int
+    n_products: int
+    products: int
+
+
+class _Product(NamedTuple):
+    """One matrix of a call; its description, `panel.Rows`, follows. outputs: an int64 array to be filled."""
+
+    n_rows: int
     out: int
     out_stride: int
-    inputs: int
     outputs: int
-    scratch: int
 
 
 _read_call = reader(_Call)
+_read_product = reader(_Product)
 _call_multiply = caller(N_MULTIPLY_ARGS)
+_N_CALL, _N_PRODUCT = len(_Call._fields), len(_Product._fields)
+_PRODUCT_BYTES = 8 * (_N_PRODUCT + len(Rows._fields))
 
 
 def matmul(x: Tensor, w: QTensor) -> Tensor:
@@ -57,37 +77,62 @@ def matmul(x: Tensor, w: QTensor) -> Tensor:
     number of threads (`numba.set_num_threads` of the calling thread). The type of `w` must have a kernel.
     Raises ValueError if the shapes do not fit.
     """
-    (n_tokens, n_elements), n_rows = x.shape, w.shape[0]
-    if w.shape != (n_rows, n_elements):
-        raise ValueError(f"activations {tuple(x.shape)} do not fit a weight {w.shape}")
+    return matmuls(x, (w,))[0]
+
+
+def matmuls(x: Tensor, weights: Sequence[QTensor]) -> list[Tensor]:
+    """`matmul` with each of the weights."""
+    _check(x, weights)
+    outs = [torch.empty(len(x), w.shape[0], dtype=torch.float32) for w in weights]
+    _multiply(x, weights, outs, STORE)
+    return outs
+
+
+def add_matmul(out: Tensor, x: Tensor, w: QTensor) -> None:
+    """Add `matmul(x, w)` to `out`, float32 [T, N] with contiguous rows."""
+    _check(x, (w,))
+    if out.shape != (len(x), w.shape[0]) or out.dtype != torch.float32 or out.stride(1) != 1:
+        raise ValueError(f"an output {out.dtype} {tuple(out.shape)} does not fit {len(x)} tokens and {w.shape}")
+    _multiply(x, (w,), (out,), ADD)
+
+
+def _check(x: Tensor, weights: Sequence[QTensor]) -> None:
+    for w in weights:
+        if w.shape != (w.shape[0], x.shape[1]):
+            raise ValueError(f"activations {tuple(x.shape)} do not fit a weight {w.shape}")
     if x.dtype != torch.float32:
         raise ValueError(f"activations must be float32: {x.dtype}")
-    x = padded(x)
-    out = torch.empty(n_tokens, n_rows, dtype=torch.float32)
-    n_threads = get_num_threads()
-    rows = describe(w)
-    call = WORKSPACE.memory("call", 8 * (len(_Call._fields) + len(rows) + 2 * n_tokens))
-    matrix = call.address + 8 * len(_Call._fields)
-    inputs = matrix + 8 * len(rows)
-    scratch = WORKSPACE.memory("scratch", n_threads * SCRATCH_BYTES).address
-    fields = _Call(
+
+
+def _multiply(x: Tensor, weights: Sequence[QTensor], outs: Sequence[Tensor], then: int) -> None:
+    x, n_tokens = padded(x), len(x)
+    all_rows = [describe(w) for w in weights]
+    n_bytes = sum(w.shape[0] * rows.row_bytes for w, rows in zip(weights, all_rows, strict=True))
+    n_threads = max(1, min(get_num_threads(), n_tokens * n_bytes // _BYTES_PER_THREAD))
+    # The call block: fields, products with their descriptions, then arrays with an entry per token.
+    n_arrays = len(weights) + 2  # inputs, outputs, ones
+    call = WORKSPACE.memory("call", 8 * (_N_CALL + n_arrays * n_tokens) + len(weights) * _PRODUCT_BYTES)
+    products = call.address + 8 * _N_CALL
+    inputs = products + len(weights) * _PRODUCT_BYTES
+    numbers: tuple[int, ...] = _Call(
         counter=0,
         multiply=multiply_address(),
-        matrix=matrix,
-        n_rows=n_rows,
         n_tokens=n_tokens,
         n_threads=n_threads,
+        then=then,
+        weights=inputs + 8 * (n_arrays - 1) * n_tokens,
         x=x.data_ptr(),
         x_stride=4 * x.stride(0),
-        out=out.data_ptr(),
-        out_stride=4 * n_rows,
         inputs=inputs,
-        outputs=inputs + 8 * n_tokens,
-        scratch=scratch,
+        scratch=WORKSPACE.memory("scratch", n_threads * SCRATCH_BYTES).address,
+        n_products=len(weights),
+        products=products,
     )
-    call.write(fields + rows)
+    for i, (rows, out) in enumerate(zip(all_rows, outs, strict=True)):
+        outputs = inputs + 8 * (i + 1) * n_tokens
+        numbers += _Product(out.shape[1], out.data_ptr(), 4 * out.stride(0), outputs) + rows
+    call.write(numbers)
     run(_prepare_address(), _work_address(), 0, call.address, n_threads)
-    return out
 
 
 def padded(x: Tensor) -> Tensor:
@@ -115,7 +160,11 @@ def _prepare_address() -> int:
         c = _read_call(call)
         for i in range(c.n_tokens):
             store_i64(c.inputs, i, c.x + i * c.x_stride)
-            store_i64(c.outputs, i, c.out + i * c.out_stride)
+            store_f32(c.weights, i, np.float32(1))
+        for i_product in range(c.n_products):
+            p = _read_product(c.products + i_product * _PRODUCT_BYTES)
+            for i in range(c.n_tokens):
+                store_i64(p.outputs, i, p.out + i * p.out_stride)
 
     return c_function(prepare_matmul, 2)
 
@@ -125,20 +174,31 @@ def _work_address() -> int:
     digest = SOURCE_DIGEST
 
     def work_matmul(call, i_thread):
+        """Tasks are numbered through all matrices."""
         _ = digest
         c = _read_call(call)
-        n_per_task = rows_per_task(c.n_rows, 1, c.n_threads)
         n_blocks = (c.n_tokens + BLOCK_TOKENS - 1) // BLOCK_TOKENS
-        n_tasks = (c.n_rows + n_per_task - 1) // n_per_task * n_blocks
         scratch = c.scratch + i_thread * SCRATCH_BYTES
+        i_product, first_task, n_tasks = -1, 0, 0
+        n_per_task, product = 1, c.products
+        p = _read_product(product)
+        task = next_number(call)
         while True:
+            while task >= first_task + n_tasks:
+                i_product += 1
+                if i_product == c.n_products:
+                    return
+                first_task += n_tasks
+                product = c.products + i_product * _PRODUCT_BYTES
+                p = _read_product(product)
+                n_per_task = rows_per_task(p.n_rows, 1, c.n_threads)
+                n_tasks = (p.n_rows + n_per_task - 1) // n_per_task * n_blocks
+            i = task - first_task
+            row, first = i // n_blocks * n_per_task, i % n_blocks * BLOCK_TOKENS
+            n_rows, n_tokens = min(n_per_task, p.n_rows - row), min(BLOCK_TOKENS, c.n_tokens - first)
+            part = (product + 8 * _N_PRODUCT, 0, row, n_rows, 0, 0, 0)
+            tokens = (n_tokens, c.inputs + 8 * first, p.outputs + 8 * first, c.weights + 4 * first)
+            _call_multiply(c.multiply, (*part, *tokens, c.then, scratch))
             task = next_number(call)
-            if task >= n_tasks:
-                break
-            row, first = task // n_blocks * n_per_task, task % n_blocks * BLOCK_TOKENS
-            n_rows, n_tokens = min(n_per_task, c.n_rows - row), min(BLOCK_TOKENS, c.n_tokens - first)
-            inputs, outputs = c.inputs + 8 * first, c.outputs + 8 * first
-            part, tokens = (c.matrix, 0, row, n_rows, 0, 0, 0), (n_tokens, inputs, outputs, 0)
-            _call_multiply(c.multiply, (*part, *tokens, STORE, scratch))
 
     return c_function(work_matmul, 2)

@@ -43,6 +43,7 @@ load_i64 = _loader(I64, _N64, 8)
 load_i32 = _loader(I32, _N64, 4)
 load_f32 = _loader(F32, types.float32, 4)
 store_i64 = _storer(I64, _N64, 8)
+store_i32 = _storer(I32, types.int32, 4)
 store_f32 = _storer(F32, types.float32, 4)
 
 

@@ -7,14 +7,16 @@ slow to compile) and lets code that knows no tensor type call code that does.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from llvmlite import ir
 from numba import prange, types
 
 from overspill.kernels.numba.emit import I64
-from overspill.kernels.numba.jit import cached, cfunc, intrinsic, njit
+from overspill.kernels.numba.jit import REASSOCIATES, cached, cfunc, intrinsic, njit
 
 _N64 = types.int64
 _KEPT: list[Any] = []
@@ -29,6 +31,27 @@ def c_function(function: Callable[..., None], n_arguments: int) -> int:
     compiled = cached(cfunc, function, signature, error_model="numpy")
     _KEPT.append(compiled)
     return compiled.address
+
+
+def direct(function: Callable[..., None], n_arguments: int, n_floats: int = 0) -> Callable[..., None]:
+    """The same for Python to call: int64 arguments, then float32 ones, on the calling thread, without the GIL.
+
+    Its sums may be reassociated, so that they use vectors: always in the same way, as one compilation serves all.
+    """
+    signature = types.void(*(_N64,) * n_arguments, *(types.float32,) * n_floats)
+    compiled = cached(cfunc, function, signature, error_model="numpy", fastmath=REASSOCIATES)
+    _KEPT.append(compiled)
+    return _prototype(n_arguments, n_floats)(compiled.address)
+
+
+@cache
+def _prototype(n_arguments: int, n_floats: int = 0) -> Callable[[int], Callable[..., None]]:
+    return ctypes.CFUNCTYPE(None, *(ctypes.c_int64,) * n_arguments, *(ctypes.c_float,) * n_floats)
+
+
+@cache
+def _task(address: int) -> Callable[..., None]:
+    return _prototype(2)(address)
 
 
 def caller(n_arguments: int) -> Any:
@@ -62,7 +85,18 @@ def _run(prepare, first, second, call, n_threads):
             _call_task(second, (call, i))
 
 
-# Call the C functions at three addresses with (call, i): `prepare` once, the others once for every thread. Each
-# starts when all calls before it are done; address 0 is left out. Without "fusion": False Numba, which sees no data
-# pass between the two loops, would make them one.
-run = cached(njit, _run, parallel={"fusion": False}, nogil=True, error_model="numpy")
+# Without "fusion": False Numba, which sees no data pass between the two loops, would make them one.
+_run_threads = cached(njit, _run, parallel={"fusion": False}, nogil=True, error_model="numpy")
+
+
+def run(prepare: int, first: int, second: int, call: int, n_threads: int) -> None:
+    """Call the C functions at three addresses with (call, i): `prepare` once, the others once for every thread.
+
+    Each starts when all calls before it are done; address 0 is left out. One thread is the calling one.
+    """
+    if n_threads > 1:
+        _run_threads(prepare, first, second, call, n_threads)
+        return
+    for address in (prepare, first, second):
+        if address:
+            _task(address)(call, 0)

@@ -112,18 +112,18 @@ _call_tile = caller(N_TILE_ARGS)
 
 def describe(weight: QTensor) -> Rows:
     """The description of a matrix or a stack of them; compiles the inner loops of its type at first use."""
-    decoder = DECODERS[weight.type]
-    n_units, n_left = divmod(weight.shape[-1], decoder.n_elements)
-    tail_bytes = n_left * decoder.n_bytes // decoder.n_elements
-    row_bytes = weight.data.shape[-1]
-    return Rows(weight.data.data_ptr(), row_bytes, n_units, decoder.n_elements, tail_bytes, *_inner_loops(weight.type))
+    return Rows(weight.data.data_ptr(), *_describe_row(weight.type, weight.shape[-1]))
 
 
 @cache
-def _inner_loops(type: TensorType) -> tuple[int, ...]:
+def _describe_row(type: TensorType, n_elements: int) -> tuple[int, ...]:
+    decoder = DECODERS[type]
+    n_units, n_left = divmod(n_elements, decoder.n_elements)
+    tail_bytes = n_left * decoder.n_bytes // decoder.n_elements
     dots = (dot_address(type, n) for n in DOT_TOKENS)
     tiles = (tile_address(n) for n in range(1, TILE_TOKENS + 1))
-    return (*dots, decode_address(type), *tiles)
+    row_bytes = type.row_bytes(n_elements)
+    return (row_bytes, n_units, decoder.n_elements, tail_bytes, *dots, decode_address(type), *tiles)
 
 
 @cache
