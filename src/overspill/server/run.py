@@ -23,8 +23,6 @@ _PATIENCE_S = 5
 def run_server(host: Host, settings: ServerSettings) -> None:
     """Serve until told to end. Raises what kept the model from loading, UserError for an address not to be had."""
     listener = listen(settings)
-    address = listener.getsockname()
-    print(f"overspill: listening on http://{settings.host}:{address[1]}", file=sys.stderr, flush=True)
     config = uvicorn.Config(
         create_app(host, settings),
         log_level="warning",
@@ -62,6 +60,13 @@ class Server(uvicorn.Server):
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Says where it listens once signals are in good hands."""
+        await super().startup(sockets=sockets)
+        for listener in sockets or []:
+            host, port = listener.getsockname()[:2]
+            print(f"overspill: listening on http://{host}:{port}", file=sys.stderr, flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await asyncio.to_thread(self._host.close)
