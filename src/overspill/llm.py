@@ -7,6 +7,7 @@ conveniences over the same engine.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import threading
@@ -37,6 +38,7 @@ from overspill.options import Options, options_from
 from overspill.pipeline.choose import choose
 from overspill.pipeline.memory import Memory, Precision, Sizes
 from overspill.pipeline.reading import LoadMode
+from overspill.pipeline.residence import read_ahead
 from overspill.pipeline.runner import Runner
 from overspill.pipeline.schedule import WaveSchedule
 from overspill.pipeline.upload import WIDE_VALUE_BYTES
@@ -128,6 +130,7 @@ class LLM:
                 n_wave=placed.n_wave,
             )
             on_failure.pop_all()
+        read_ahead(loaded.in_file, self.devices.host.free_bytes)
         self.residence = loaded.residence
         self.host_expert_bytes = sum(experts.n_bytes for experts in loaded.host_experts.values())
         self._numbers = itertools.count()
@@ -250,9 +253,11 @@ class LLM:
             return {device.name: device.take_trace() for device in self.devices.all}
 
     def close(self) -> None:
-        """End requests and devices; idempotent."""
+        """End requests and devices, and give all memory back, whoever still holds this object; idempotent."""
         self._loop.close()
         self.devices.close()
+        self.runner.close()
+        gc.collect()  # callbacks make cycles of what holds gigabytes, which must not wait for a chance collection
 
     def __enter__(self) -> LLM:
         return self

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -41,6 +43,15 @@ def test_modes(mode: LoadMode, wanted: torch.Tensor) -> None:
         assert llm.residence.mode is mode
         assert (llm.residence.mapped_bytes > 0) == mode.is_mapped
         assert llm.counters()["pinned_bytes"] == llm.host_expert_bytes
+
+
+@pytest.mark.parametrize("mode", [LoadMode.AUTO, LoadMode.MLOCK, LoadMode.NONE])
+def test_what_stays_in_the_file_is_read_ahead_unless_it_is_locked(mode: LoadMode) -> None:
+    with patch("overspill.llm.read_ahead") as read_ahead, LLM(MODEL, **OPTIONS, load_mode=mode.value) as llm:
+        (views, budget), _ = read_ahead.call_args
+        assert sum(len(view) for view in views) == (llm.residence.mapped_bytes if mode is LoadMode.AUTO else 0)
+        assert budget > 0
+        assert llm.residence.locked_bytes == 0 or mode is LoadMode.MLOCK
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -167,3 +178,14 @@ def test_buffers_of_the_host_are_part_of_what_has_to_fit(monkeypatch: pytest.Mon
         assert llm.devices.host.peak_bytes <= budget.used_bytes - 100_000
     with pytest.raises(UserError, match=r"the model does not fit: host needs .* for buffers, .*lower -b or -c"):
         LLM(MODEL, **options, n_wave=wished)
+
+
+def test_a_closed_model_holds_no_memory() -> None:
+    """Two models one after the other need room for one, also when somebody still asks the first for its counters."""
+    with LLM(MODEL, **OPTIONS) as llm:
+        llm.logits(IDS)
+        held = [weakref.ref(buffer.raw()) for device in llm.devices.all for buffer in device._live]  # type: ignore[attr-defined]
+        assert len(held) > 50
+    assert [tensor for tensor in held if tensor() is not None] == []
+    assert llm.counters()["tokens"] == len(IDS)
+    llm.close()

@@ -85,22 +85,30 @@ def use(kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
     return kernel
 
 
+def started(thread: threading.Thread | None) -> threading.Thread:
+    assert thread is not None
+    return thread
+
+
 def test_read_ahead_asks_for_whole_pages_once_on_a_thread(mapped: Bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, base = use(FakeKernel(), monkeypatch), mapped.ctypes.data
     views = [mapped[5 * PAGE + 7 : 6 * PAGE], mapped[10:20], mapped[PAGE - 1 : PAGE + 1], mapped[0:0]]
-    read_ahead(views, 1 << 30).join()
+    started(read_ahead(views, 1 << 30)).join()
     name = "will need on read ahead"
     assert kernel.calls == [(name, base, 2 * PAGE), (name, base + 5 * PAGE, PAGE)]
 
 
 def test_read_ahead_stops_at_its_budget(mapped: Bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = use(FakeKernel(), monkeypatch)
-    read_ahead([mapped[:PAGE], mapped[4 * PAGE : 6 * PAGE], mapped[8 * PAGE : 9 * PAGE]], 2 * PAGE).join()
+    views = [mapped[:PAGE], mapped[4 * PAGE : 6 * PAGE], mapped[8 * PAGE : 9 * PAGE]]
+    started(read_ahead(views, 2 * PAGE)).join()
     assert [n_bytes for _, _, n_bytes in kernel.calls] == [PAGE]
+    assert read_ahead([mapped], PAGE) is None
+    assert read_ahead([], PAGE) is None
 
 
 def test_the_real_kernel_takes_the_advice(mapped: Bytes) -> None:
-    read_ahead([mapped], 1 << 30).join()
+    started(read_ahead([mapped], 1 << 30)).join()
     assert mapped[7] == 7
 
 

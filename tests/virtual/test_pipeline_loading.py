@@ -95,15 +95,6 @@ def test_modes_that_copy_compute_with_nothing_of_the_file(mode: LoadMode) -> Non
         assert p.residence.mapped_bytes == 0
 
 
-def test_everything_is_read_ahead_that_stays_in_the_file() -> None:
-    with patch("overspill.pipeline.weights.read_ahead") as read_ahead, open_pipe(Shape(0)) as p:
-        (views, budget), _ = read_ahead.call_args
-        assert sum(len(view) for view in views) == p.residence.mapped_bytes
-        assert budget > 0
-    with patch("overspill.pipeline.weights.read_ahead") as read_ahead, open_pipe(Shape(0), mode=LoadMode.NONE):
-        read_ahead.assert_not_called()
-
-
 def test_loading_leaves_no_memory_of_its_own() -> None:
     with open_pipe(Shape(2)) as p:
         held = sum(b.n_bytes for b in p.buffers() if b.device is p.devices.host)

@@ -78,10 +78,11 @@ def choose_pinned(sizes: Sequence[int], budget_bytes: int) -> list[bool]:
     return pinned
 
 
-def read_ahead(views: Iterable[Bytes], budget_bytes: int) -> threading.Thread:
+def read_ahead(views: Iterable[Bytes], budget_bytes: int) -> threading.Thread | None:
     """Ask the kernel to bring mapped bytes in, on a thread of its own, until the budget is used up.
 
-    Nobody has to wait for the thread: whoever reads a page that is not there yet waits for that page.
+    Nobody has to wait for the thread: whoever reads a page that is not there yet waits for that page. None: nothing to
+    do.
     """
     wanted = []
     for view in views:
@@ -89,6 +90,9 @@ def read_ahead(views: Iterable[Bytes], budget_bytes: int) -> threading.Thread:
         if budget_bytes < 0:
             break
         wanted.append(view)
+
+    if not wanted:
+        return None
 
     def run() -> None:
         for start, n_bytes in _pages(wanted):

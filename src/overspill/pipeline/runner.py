@@ -121,6 +121,11 @@ class Runner:
         """Count from now on."""
         self.counters = RunCounters()
 
+    def close(self) -> None:
+        """Let go of the model and all buffers; counters stay. Idempotent."""
+        for name in ("_work", "_memory"):
+            vars(self).pop(name, None)
+
     def synchronize_host(self) -> None:
         """Wait until all devices are idle (between measurements, and at the end)."""
         for device in self._devices.all:

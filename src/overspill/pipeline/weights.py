@@ -25,7 +25,7 @@ from overspill.models.layers import PARTS, expert_vectors
 from overspill.pipeline.arena import Arena
 from overspill.pipeline.host_budget import LOAD_CHUNK_BYTES, load_chunk_bytes
 from overspill.pipeline.reading import LoadMode, ReadInto, TensorReader, reader_of, tensor_over
-from overspill.pipeline.residence import Bytes, Residence, lock, read_ahead, reserve_bytes
+from overspill.pipeline.residence import Bytes, Residence, lock, reserve_bytes
 from overspill.pipeline.ring import LoadRing, PinnedRing
 from overspill.pipeline.split import Layout
 from overspill.pipeline.upload import WIDE_VALUE_BYTES, HostExperts, HostPart
@@ -40,13 +40,15 @@ _RING_BYTES = LOAD_CHUNK_BYTES
 class Loaded:
     """A model whose layers are bound to devices, and the experts that stayed in host RAM, by layer.
 
-    rings: by number of the accelerator, where some of its experts could not be pinned.
+    rings: by number of the accelerator, where some of its experts could not be pinned. in_file: what stays in the
+    mapped file and is worth reading ahead.
     """
 
     model: Model
     host_experts: dict[int, HostExperts]
     rings: dict[int, PinnedRing]
     residence: Residence
+    in_file: tuple[Bytes, ...]
 
 
 def load(
@@ -91,7 +93,8 @@ def load(
         arena.place(parts, loader.budget_bytes)
         arena.fill(n_threads, progress)
     host_experts = {i: _host_experts(source, arena, i, hp.n_expert, vectors[i]) for i in staged}
-    return Loaded(make_model(hp, embedding, blocks, head), host_experts, arena.rings, loader.settle(arena))
+    residence, in_file = loader.settle(arena)
+    return Loaded(make_model(hp, embedding, blocks, head), host_experts, arena.rings, residence, in_file)
 
 
 def _by_layer(specs: Sequence[TensorSpec], n_layer: int) -> tuple[list[list[TensorSpec]], dict[str, TensorSpec]]:
@@ -197,13 +200,11 @@ class _Loader:
             self._ring.free_host()
             self._ring = None
 
-    def settle(self, arena: Arena) -> Residence:
-        """Lock or read ahead what stays in the mapped file. Returns where everything is."""
-        host, views = self._devices.host, list(self._mapped.values())
+    def settle(self, arena: Arena) -> tuple[Residence, tuple[Bytes, ...]]:
+        """Lock what stays in the mapped file, if wanted. Returns where all is, and what is mapped but not locked."""
+        views = tuple(self._mapped.values())
         n_locked = lock(views, self.budget_bytes + self._n_mapped_bytes) if self._mode.is_locked and views else 0
-        if views or arena.mapped:
-            read_ahead([*([] if n_locked else views), *arena.mapped], host.free_bytes)
-        return Residence(
+        residence = Residence(
             self._mode,
             self._n_device_bytes,
             arena.pinned_bytes,
@@ -212,6 +213,7 @@ class _Loader:
             self._n_copied_bytes,
             n_locked,
         )
+        return residence, (*(() if n_locked else views), *arena.mapped)
 
     def _matrix(self, device: Device, spec: TensorSpec) -> QTensor:
         info = self._source.tensors[spec.name]
