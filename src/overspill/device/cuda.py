@@ -78,7 +78,7 @@ class CudaStream(BackendStream):
         reads: Sequence[Buffer] = (),
         writes: Sequence[Buffer] = (),
     ) -> None:
-        start = self._start()
+        start = self._mark()
         torch.cuda.set_stream(self.cuda)
         with running_on(self.device):
             work()
@@ -90,7 +90,7 @@ class CudaStream(BackendStream):
         part = Part(src, src_offset, dst_offset, n_bytes)
         check_copy(self.device, dst, part)
         count_copy(self.device.counters, dst, part)
-        start, source = self._start(), bytes_of(src)[src_offset : src_offset + n_bytes]
+        start, source = self._mark(), bytes_of(src)[src_offset : src_offset + n_bytes]
         if isinstance(src.device, CudaDevice) and src.device is not self.device:
             torch.cuda.set_stream(src.device.outgoing)
         torch.cuda.set_stream(self.cuda)
@@ -101,7 +101,7 @@ class CudaStream(BackendStream):
         check_upload(self.device, dst, parts)
         n_bytes = sum(part.n_bytes for part in parts)
         self.device.counters.uploaded_bytes += n_bytes
-        start, target = self._start(), bytes_of(dst)
+        start, target = self._mark(), bytes_of(dst)
         torch.cuda.set_stream(self.cuda)
         for src, src_offset, dst_offset, n in _within_chunks(parts):
             source = bytes_of(src)[src_offset : src_offset + n]
@@ -125,10 +125,6 @@ class CudaStream(BackendStream):
 
     def close(self) -> None:
         self.cuda.synchronize()
-
-    def _start(self) -> torch.cuda.Event:
-        """Where work given now begins: the end of what was given last, unless the stream has waited since."""
-        return self._mark() if self._last is None else self._last
 
     def _mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

@@ -6,7 +6,7 @@ Format: the Trace Event Format, complete events ("ph": "X"), one process per dev
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ _COLOURS = {
     "output": "#c05a5a",
     "embed": "#7f7f7f",
 }
-_OTHER = "#b0b0b0"
 
 
 def write_trace(spans: Mapping[str, Sequence[Span]], path: Path) -> None:
@@ -56,7 +55,10 @@ def _event(span: Span, pid: int, origin_us: float) -> dict[str, Any]:
 
 
 def draw_trace(path: Path, out: Path) -> None:
-    """Picture of a trace file: time to the right, one row per device and stream. Needs matplotlib."""
+    """Picture of a trace file: time to the right, one row per device and stream, small copies left out.
+
+    Needs matplotlib.
+    """
     try:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
@@ -64,31 +66,26 @@ def draw_trace(path: Path, out: Path) -> None:
         raise UserError("drawing a trace needs matplotlib: pip install 'overspill[plot]'") from None
     events = _read(path)
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    work = [e for e in events if e["ph"] == "X"]
+    work = [e for e in events if e["ph"] == "X" and e["cat"] in _COLOURS]
     rows = sorted({(e["pid"], e["tid"]) for e in work})
     figure = Figure(figsize=(14, 0.9 + 0.38 * len(rows)), layout="constrained")
     axes = figure.subplots()
     for i, row in enumerate(rows):
         bars = [e for e in work if (e["pid"], e["tid"]) == row]
         spans = [(e["ts"] / 1e3, e["dur"] / 1e3) for e in bars]
-        axes.broken_barh(spans, (i - 0.4, 0.8), facecolors=[_COLOURS.get(e["cat"], _OTHER) for e in bars])
+        axes.broken_barh(spans, (i - 0.4, 0.8), facecolors=[_COLOURS[e["cat"]] for e in bars])
     axes.set_yticks(range(len(rows)), [f"{names[pid]} {_LANES[tid].value}" for pid, tid in rows])
     axes.invert_yaxis()
     axes.set_xlabel("ms")
     kinds = {e["cat"] for e in work}
     axes.legend(
-        handles=[Patch(color=_COLOURS.get(kind, _OTHER), label=kind) for kind in _in_order(kinds)],
+        handles=[Patch(color=colour, label=kind) for kind, colour in _COLOURS.items() if kind in kinds],
         loc="upper center",
         bbox_to_anchor=(0.5, 1.12),
-        ncols=8,
+        ncols=len(kinds),
         frameon=False,
     )
     figure.savefig(out, dpi=110)
-
-
-def _in_order(kinds: Iterable[str]) -> list[str]:
-    order = list(_COLOURS)
-    return sorted(kinds, key=lambda kind: (order.index(kind) if kind in order else len(order), kind))
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
