@@ -189,3 +189,9 @@ def test_a_closed_model_holds_no_memory() -> None:
     assert [tensor for tensor in held if tensor() is not None] == []
     assert llm.counters()["tokens"] == len(IDS)
     llm.close()
+
+
+@pytest.mark.parametrize("mode", ["auto", "none", "dio"])
+def test_devices_that_execute_nothing_can_be_loaded(mode: str) -> None:
+    with LLM(MODEL, devices="null:2", cpu_moe=True, n_ctx=64, load_mode=mode) as llm:
+        assert llm.residence.pinned_bytes == llm.host_expert_bytes > 0

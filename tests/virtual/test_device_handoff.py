@@ -28,7 +28,7 @@ def test_the_broken_pair_is_found(pair: tuple[int, int], fault: Fault, caplog: p
     assert "-hs 0" in record.getMessage()
 
 
-@pytest.mark.parametrize("spec", ["cpu", "virtual:1", "virtual:4"])
+@pytest.mark.parametrize("spec", ["cpu", "virtual:1", "virtual:4", "null:3"])
 def test_sound_devices_pass_and_nothing_is_left(spec: str, caplog: pytest.LogCaptureFixture) -> None:
     devices = open_devices(spec, memory="1MiB")
     before = [sum(device.allocated_bytes.values()) for device in devices.all]

@@ -67,7 +67,8 @@ def failing_pairs(devices: Devices) -> frozenset[tuple[int, int]]:
 
     Each is told in a warning. An error that a copy raises is raised. Blocks the host.
     """
-    if len(devices.accelerators) < 2:
+    has_bytes = devices.host.torch_device.type != "meta"  # devices that execute nothing have none
+    if len(devices.accelerators) < 2 or not has_bytes:
         return frozenset()
     bench = _Bench.reserve(devices)
     try:
