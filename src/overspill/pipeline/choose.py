@@ -237,7 +237,10 @@ def layout_of(shape: ModelShape, machine: Machine, placement: Placement) -> Layo
         parts = [t for t in shape.tensors if t.layer == i_layer and t.role is Role.EXPERT]
         staged = [t.n_bytes // shape.n_expert for t in parts if placement.home[t.name] == host]
         staging = None if device == host else placement.staging[device]
-        slabs.append(cut_slabs(shape.n_expert, staged, staging.slot_bytes) if staging and staged else ())
+        if staging and staged:
+            slabs.append(cut_slabs(shape.n_expert, staged, staging.slot_bytes, at_most=staging.slab_experts))
+        else:
+            slabs.append(())
         if slabs[-1] and len(staged) < len(parts):
             mixed.add(i_layer)
     return Layout(host, placement.layer_device, placement.output_device, tuple(slabs), frozenset(mixed))

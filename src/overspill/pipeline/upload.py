@@ -73,12 +73,15 @@ class HostExperts:
         return ExpertWeights(gate, up, down, vectors=self.vectors)
 
 
-def cut_slabs(n_experts: int, expert_bytes: Sequence[int], slot_bytes: int) -> tuple[Slab, ...]:
+def cut_slabs(
+    n_experts: int, expert_bytes: Sequence[int], slot_bytes: int, *, at_most: int | None = None
+) -> tuple[Slab, ...]:
     """Consecutive ranges of experts, each of which fits in a slot; sizes differ by at most one expert.
 
     expert_bytes: bytes of one expert's staged parts. slot_bytes must be at least `slot_bytes_for(.., 1)`.
+    at_most: experts in a slab, whatever the slot holds.
     """
-    most = min(n_experts, (slot_bytes - len(expert_bytes) * (ALIGNMENT - 1)) // sum(expert_bytes))
+    most = min(n_experts, at_most or n_experts, (slot_bytes - len(expert_bytes) * (ALIGNMENT - 1)) // sum(expert_bytes))
     assert most > 0, "the plan gave a slot that holds no expert"
     n_slabs = -(-n_experts // most)
     return tuple(Slab(n_experts * i // n_slabs, n_experts * (i + 1) // n_slabs) for i in range(n_slabs))
