@@ -64,7 +64,7 @@ def experts(
     adjustments = _NONE if vectors.is_empty else _adjustments(vectors, n_experts, w_gate)
     x, ids, weights = padded(x), ids.to(torch.int32).contiguous(), weights.contiguous()
     slots = None if slot_of is None else np.ascontiguousarray(slot_of, dtype=np.int32)
-    n_tokens, n_at_once = len(x), max(_MAX_HIDDEN_BYTES // (ids.shape[1] * _hidden_stride(w_gate)), 1)
+    n_tokens, n_at_once = x.shape[0], max(_MAX_HIDDEN_BYTES // (ids.shape[1] * _hidden_stride(w_gate)), 1)
     if n_tokens <= n_at_once:
         return _run(x, stacks, ids, weights, slots, out, _THEN[act], adjustments)
     for part in (slice(i, i + n_at_once) for i in range(0, n_tokens, n_at_once)):
@@ -168,7 +168,7 @@ def _check(x: Tensor, stacks: tuple[QTensor, QTensor, QTensor], ids: Tensor, wei
         raise ValueError(f"expert shapes do not fit: gate {gate}, up {up}, down {down}")
     if x.shape[1] != gate[2] or out.shape != x.shape or out.stride(1) != 1:
         raise ValueError(f"activations {tuple(x.shape)} or output {tuple(out.shape)} do not fit {gate}")
-    if ids.shape != weights.shape or len(ids) != len(x):
+    if ids.shape != weights.shape or ids.shape[0] != x.shape[0]:
         raise ValueError(f"ids {tuple(ids.shape)} and weights {tuple(weights.shape)} do not fit {len(x)} tokens")
     if not (x.is_cpu and stacks[0].data.is_cpu and out.is_cpu):
         raise ValueError(f"all must be in host memory: {x.device}, {stacks[0].data.device}, {out.device}")

@@ -83,7 +83,8 @@ def matmul(x: Tensor, w: QTensor) -> Tensor:
 def matmuls(x: Tensor, weights: Sequence[QTensor]) -> list[Tensor]:
     """`matmul` with each of the weights."""
     _check(x, weights)
-    outs = [torch.empty(len(x), w.shape[0], dtype=torch.float32) for w in weights]
+    n_tokens = x.shape[0]
+    outs = [torch.empty(n_tokens, w.shape[0], dtype=torch.float32) for w in weights]
     _multiply(x, weights, outs, STORE)
     return outs
 
@@ -97,15 +98,16 @@ def add_matmul(out: Tensor, x: Tensor, w: QTensor) -> None:
 
 
 def _check(x: Tensor, weights: Sequence[QTensor]) -> None:
+    n_elements = x.shape[1]
     for w in weights:
-        if w.shape != (w.shape[0], x.shape[1]):
+        if w.shape != (w.shape[0], n_elements):
             raise ValueError(f"activations {tuple(x.shape)} do not fit a weight {w.shape}")
     if x.dtype != torch.float32:
         raise ValueError(f"activations must be float32: {x.dtype}")
 
 
 def _multiply(x: Tensor, weights: Sequence[QTensor], outs: Sequence[Tensor], then: int) -> None:
-    x, n_tokens = padded(x), len(x)
+    x, n_tokens = padded(x), x.shape[0]
     all_rows = [describe(w) for w in weights]
     n_bytes = sum(w.shape[0] * rows.row_bytes for w, rows in zip(weights, all_rows, strict=True))
     n_threads = max(1, min(get_num_threads(), n_tokens * n_bytes // _BYTES_PER_THREAD))

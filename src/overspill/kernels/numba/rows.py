@@ -118,12 +118,12 @@ def prepare_heads(
     keys, values = cells
     cos, sin = (angle.contiguous() for angle in angles)
     check_rows(q, k, v, keys, values, cos, sin)
-    n_tokens, n_channels, n_half = len(q), keys.shape[2], cos.shape[1]
+    n_tokens, n_channels, n_half = q.shape[0], keys.shape[2], cos.shape[1]
     out = torch.empty(n_tokens, q.shape[1] // n_channels, n_channels)
     if not (
         (n_tokens, k.shape[1], v.shape[1])
         == (keys.shape[1], keys.shape[0] * n_channels, values.shape[0] * values.shape[2])
-        and len(k) == len(v) == len(cos) == values.shape[1] == n_tokens
+        and k.shape[0] == v.shape[0] == cos.shape[0] == values.shape[1] == n_tokens
         and cos.shape == sin.shape
         and 2 * n_half <= n_channels
         and q.shape[1] == out.shape[1] * n_channels
