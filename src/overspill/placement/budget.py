@@ -62,6 +62,16 @@ class ActivationBytes:
     def total(self) -> int:
         return self.n_slots * self.slot + self.logits
 
+    @property
+    def pinned_ends(self) -> int:
+        """Bytes of host RAM that copies from and to devices start and end in, the logits' not counted."""
+        return self.n_slots * (self.positions + max(1, self.expert_ids))
+
+
+def logits_bytes(shape: ModelShape, n_ubatch: int) -> int:
+    """f32 [2, min(T, 128), V]: on the device that computes logits, and in host RAM, where they arrive."""
+    return N_LOGIT_BUFFERS * min(n_ubatch, N_LOGIT_ROWS) * shape.n_vocab * 4
+
 
 def activation_bytes(
     shape: ModelShape, *, n_ubatch: int, n_wave: int, has_output: bool, normed_value_bytes: int = 4
@@ -75,7 +85,7 @@ def activation_bytes(
         expert_ids=n_ubatch * 4 * n_expert_used,
         expert_weights=n_ubatch * 4 * n_expert_used,
         positions=n_ubatch * 8,
-        logits=N_LOGIT_BUFFERS * min(n_ubatch, N_LOGIT_ROWS) * shape.n_vocab * 4 if has_output else 0,
+        logits=logits_bytes(shape, n_ubatch) if has_output else 0,
     )
 
 

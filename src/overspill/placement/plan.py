@@ -17,7 +17,14 @@ from typing import Final
 
 from overspill.errors import UserError
 from overspill.options import MIB, Options
-from overspill.placement.budget import NO_NEEDS, DeviceBudget, KernelNeeds, StagingPlan, activation_bytes
+from overspill.placement.budget import (
+    NO_NEEDS,
+    DeviceBudget,
+    KernelNeeds,
+    StagingPlan,
+    activation_bytes,
+    logits_bytes,
+)
 from overspill.placement.fit import fit, literal
 from overspill.placement.machine import Machine
 from overspill.placement.notes import plan_notes
@@ -139,6 +146,7 @@ def _demand(
     activations = activation_bytes(
         shape, n_ubatch=n_ubatch, n_wave=n_wave, has_output=True, normed_value_bytes=needs.normed_value_bytes
     )
+    pinned_ends = activations.pinned_ends + logits_bytes(shape, n_ubatch)
     return Demand(
         fixed=tuple(a + b for a, b in zip(shape.dense_bytes, resident, strict=True)),
         movable=tuple(movable),
@@ -146,7 +154,7 @@ def _demand(
         weights=tuple(a + b for a, b in zip(shape.dense_bytes, routed, strict=True)),
         kv_per_cell=shape.kv_bytes_per_cell,
         state=tuple(n_bytes * options.n_parallel for n_bytes in shape.state_bytes),
-        capacity=(*_capacities(machine, options), machine.host_bytes),
+        capacity=(*_capacities(machine, options), machine.host_bytes - pinned_ends),
         n_expert=shape.n_expert,
         n_cpu_moe=0 if options.fit == "off" else options.n_cpu_moe,
         output_bytes=shape.output_bytes,
