@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from overspill.pipeline.split import N_TILES, Layout, detours
-from overspill.placement.budget import KernelNeeds, activation_bytes, logits_bytes
+from overspill.placement.budget import KernelNeeds, activation_bytes, pinned_end_bytes
 from overspill.placement.plan import Placement
 from overspill.placement.shape import ModelShape, Role
 
@@ -31,7 +31,7 @@ def with_host_buffers(shape: ModelShape, placement: Placement, layout: Layout, n
     )
     positions = sizes.positions * sizes.n_slots
     compute = sizes.total - positions * (layout.host not in layout.input_devices)
-    pinned_ends = sizes.pinned_ends + logits_bytes(shape, placement.n_ubatch)
+    pinned_ends = pinned_end_bytes(shape, sizes, placement.n_ubatch)
     tiles = len(detours(layout)) * N_TILES * min(layout.detour.tile_bytes, sizes.x)
     budget = replace(placement.budgets[-1], compute_bytes=compute, staging_bytes=pinned_ends + tiles)
     spare = budget.free_bytes - (budget.used_bytes - budget.weights_bytes)

@@ -62,11 +62,6 @@ class ActivationBytes:
     def total(self) -> int:
         return self.n_slots * self.slot + self.logits
 
-    @property
-    def pinned_ends(self) -> int:
-        """Bytes of host RAM that copies from and to devices start and end in, the logits' not counted."""
-        return self.n_slots * (self.positions + max(1, self.expert_ids))
-
 
 def logits_bytes(shape: ModelShape, n_ubatch: int) -> int:
     """f32 [2, min(T, 128), V]: on the device that computes logits, and in host RAM, where they arrive."""
@@ -87,6 +82,11 @@ def activation_bytes(
         positions=n_ubatch * 8,
         logits=logits_bytes(shape, n_ubatch) if has_output else 0,
     )
+
+
+def pinned_end_bytes(shape: ModelShape, sizes: ActivationBytes, n_ubatch: int) -> int:
+    """Host RAM that copies from and to devices start and end in: ids and positions, chosen experts, logits."""
+    return sizes.n_slots * (sizes.positions + max(1, sizes.expert_ids)) + logits_bytes(shape, n_ubatch)
 
 
 SLOT_PADDING: Final = 192

@@ -23,7 +23,7 @@ from overspill.placement.budget import (
     KernelNeeds,
     StagingPlan,
     activation_bytes,
-    logits_bytes,
+    pinned_end_bytes,
 )
 from overspill.placement.fit import fit, literal
 from overspill.placement.machine import Machine
@@ -146,7 +146,7 @@ def _demand(
     activations = activation_bytes(
         shape, n_ubatch=n_ubatch, n_wave=n_wave, has_output=True, normed_value_bytes=needs.normed_value_bytes
     )
-    pinned_ends = activations.pinned_ends + logits_bytes(shape, n_ubatch)
+    pinned_ends = pinned_end_bytes(shape, activations, n_ubatch)
     return Demand(
         fixed=tuple(a + b for a, b in zip(shape.dense_bytes, resident, strict=True)),
         movable=tuple(movable),
