@@ -16,6 +16,7 @@ from overspill.gguf.source import ModelSource
 from overspill.kernels import Ops, ref
 from overspill.models.base import Model, UbatchView, forward
 from overspill.models.check import understand
+from overspill.pipeline.history import TokenHistory
 from overspill.pipeline.split import Layout
 from overspill.pipeline.weights import load
 
@@ -39,13 +40,26 @@ def new_caches(model: Model, n_cells: int, *, n_slots: int = 1) -> list[KvCache]
     ]
 
 
+class Plain:
+    """One sequence of a model, ubatch after ubatch."""
+
+    def __init__(self, model: Model, n_cells: int) -> None:
+        self._model = model
+        self._caches = new_caches(model, n_cells)
+        self._history = TokenHistory(model.hparams.n_before, n_slots=1, n_cells=n_cells)
+        self._n_done = 0
+
+    def __call__(self, ids: Sequence[int]) -> torch.Tensor:
+        """Logits `[T, V]` of the next tokens."""
+        segment = Segment(0, self._n_done, len(ids))
+        before = self._history.add(list(ids), [segment])
+        self._n_done = segment.end_pos
+        positions = torch.arange(segment.first_pos, segment.end_pos, dtype=torch.int32)
+        view = UbatchView((segment,), positions, torch.tensor(np.asarray(ids, dtype=np.int32)))
+        return forward(self._model, before, self._caches, view)
+
+
 def plain_logits(model: Model, ids: Sequence[int], n_ubatch: int) -> torch.Tensor:
     """Logits of all positions `[T, V]`, computed ubatch by ubatch."""
-    caches = new_caches(model, len(ids))
-    rows = []
-    for first in range(0, len(ids), n_ubatch):
-        piece = torch.tensor(np.asarray(ids[first : first + n_ubatch]))
-        n = len(piece)
-        view = UbatchView((Segment(0, first, n),), torch.arange(first, first + n, dtype=torch.int32))
-        rows.append(forward(model, piece, caches, view))
-    return torch.cat(rows)
+    plain = Plain(model, len(ids))
+    return torch.cat([plain(ids[first : first + n_ubatch]) for first in range(0, len(ids), n_ubatch)])

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from overspill.models.base import Model, UbatchView
+from overspill.pipeline.history import TokenHistory
 from overspill.pipeline.wave import Ubatch, Wave
 from tests.helpers.plain import new_caches
 
@@ -18,6 +19,7 @@ class Reference:
         self._model = model
         self._n_rows = n_rows
         self._caches = new_caches(model, n_cells, n_slots=n_slots)
+        self._history = TokenHistory(model.hparams.n_before, n_slots=n_slots, n_cells=n_cells)
         self.chosen: list[list[set[int]]] = []
 
     def run(self, wave: Wave) -> list[torch.Tensor]:
@@ -28,12 +30,14 @@ class Reference:
     def _run(self, ubatch: Ubatch) -> torch.Tensor:
         model = self._model
         positions = [p for s in ubatch.segments for p in range(s.first_pos, s.end_pos)]
-        view = UbatchView(ubatch.segments, torch.tensor(positions, dtype=torch.int32))
-        x = model.embed(torch.tensor(ubatch.ids))
+        view = UbatchView(
+            ubatch.segments, torch.tensor(positions, dtype=torch.int32), torch.tensor(ubatch.ids, dtype=torch.int32)
+        )
+        x = model.embed(view.ids, self._history.add(ubatch.ids, ubatch.segments))
         self.chosen.append([])
         for i, cache in enumerate(self._caches):
             x = model.attend(i, x, cache, view)
-            routing = model.route(i, x)
+            routing = model.route(i, x, view)
             if routing is not None:
                 self.chosen[-1].append(set(routing.ids.flatten().tolist()))
                 model.experts(i, x, routing, model.resident_experts(i), model.ops(i))

@@ -8,11 +8,8 @@ import torch
 
 from tests.helpers.triton_device import DEVICE, HAS_CUDA  # isort: skip (before Triton)
 
-from overspill.cache.cells import Segment
-from overspill.cache.kv import KvCache
 from overspill.kernels.triton import make_ops
-from overspill.models.base import UbatchView, forward
-from tests.helpers.plain import plain_model
+from tests.helpers.plain import Plain, plain_model
 from tests.models.fixtures import MODELS, Case
 
 N = 6
@@ -24,12 +21,6 @@ N = 6
 def test_models(case: Case) -> None:
     """A prompt of four tokens and two single ones, in float32."""
     model = plain_model(case.source, make_ops(DEVICE, dtype=torch.float32))
-    shapes = [model.hparams.kv_shape(i) for i in range(model.hparams.n_layer)]
-    caches = [KvCache.over(s, [torch.full(dims, torch.nan) for dims in s.tensor_shapes(1, N)]) for s in shapes]
-    ids = torch.tensor(case.expected("input_ids_2")[:N])
-    rows = []
-    for first, last in ((0, 4), (4, 5), (5, 6)):
-        positions = torch.arange(first, last, dtype=torch.int32)
-        view = UbatchView((Segment(0, first, last - first),), positions)
-        rows.append(forward(model, ids[first:last], caches, view))
+    plain, ids = Plain(model, N), case.expected("input_ids_2").tolist()
+    rows = [plain(ids[first:last]) for first, last in ((0, 4), (4, 5), (5, 6))]
     np.testing.assert_allclose(torch.cat(rows).numpy(), case.expected("hf_logits_2")[:N], rtol=0, atol=case.hf)

@@ -13,6 +13,7 @@ from overspill.models.layers import attend_cached, put_heads
 from overspill.models.llama4 import temperature
 
 N, H, A = 37, 2, 4
+NO_IDS = torch.empty(0, dtype=torch.int32)
 
 
 def heads(seed: int, n: int) -> torch.Tensor:
@@ -34,7 +35,7 @@ def test_windows_and_chunks(window: int | None, chunk: int | None, n_ubatch: int
     outputs = []
     for first in range(0, N, n_ubatch):
         rows = slice(first, min(N, first + n_ubatch))
-        view = UbatchView((Segment(0, first, rows.stop - first),), torch.arange(first, rows.stop))
+        view = UbatchView((Segment(0, first, rows.stop - first),), torch.arange(first, rows.stop), NO_IDS)
         outputs.append(
             attend_cached(
                 ref.OPS, cache, view, put_heads(cache, q[rows], k[rows], v[rows]), scale=1.0, window=window, chunk=chunk
@@ -51,7 +52,9 @@ def test_chunks_of_two_sequences_in_one_ubatch() -> None:
     cache = KvCache.over(shape, [torch.full(dims, torch.nan) for dims in shape.tensor_shapes(2, N)])
     segments = (Segment(1, 0, 20), Segment(0, 0, 17))
     positions = torch.cat([torch.arange(20), torch.arange(17)])
-    out = attend_cached(ref.OPS, cache, UbatchView(segments, positions), put_heads(cache, q, k, v), scale=1.0, chunk=8)
+    out = attend_cached(
+        ref.OPS, cache, UbatchView(segments, positions, NO_IDS), put_heads(cache, q, k, v), scale=1.0, chunk=8
+    )
     sequence = torch.tensor([1] * 20 + [0] * 17)
     pos, key = positions[:, None], positions[None]
     is_seen = (sequence[:, None] == sequence[None]) & (key <= pos) & (key >= pos // 8 * 8)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
-from overspill.cache.cells import Segment
 from overspill.kernels import cpu
-from overspill.models.base import Model, UbatchView, forward
-from tests.helpers.plain import new_caches, plain_logits, plain_model
+from overspill.models.base import Model
+from tests.helpers.plain import Plain, plain_logits, plain_model
 from tests.models.fixtures import MODELS, Case
 
 ORACLES = ("hf", "llamacpp")
@@ -49,12 +47,8 @@ def test_greedy_tokens(case: Case, prompt: int) -> None:
 
 def _greedy(model: Model, ids: list[int], n: int) -> list[int]:
     """`n` tokens after a prompt, one at a time, on the cache of those before."""
-    caches = new_caches(model, len(ids) + n)
-    tokens: list[int] = []
-    piece = ids
+    plain, tokens, piece = Plain(model, len(ids) + n), [], ids
     for _ in range(n):
-        first = len(ids) + len(tokens) - len(piece)
-        view = UbatchView((Segment(0, first, len(piece)),), torch.arange(first, first + len(piece), dtype=torch.int32))
-        tokens.append(int(forward(model, torch.tensor(piece), caches, view)[-1].argmax()))
+        tokens.append(int(plain(piece)[-1].argmax()))
         piece = tokens[-1:]
     return tokens

@@ -53,6 +53,7 @@ def make_shape(
         flops_per_token=(1e9,) * n_layer,
         attention_flops=(1e5,) * n_layer,
         output_flops=1e9,
+        x_dim=n_embd,
     )
 
 

@@ -277,7 +277,9 @@ def test_activation_bytes_by_part() -> None:
     assert (moe.expert_weights, moe.positions, moe.logits) == (1600, 800, 400_000)
     assert moe.total == 3 * (25600 + 25600 + 1600 + 1600 + 800) + 400_000
     dense_shape = make_shape(2, n_embd=64, n_expert=0, expert_bytes=0)
-    dense = activation_bytes(replace(dense_shape, n_residual=4), n_ubatch=100, n_wave=100, has_output=False)
+    dense = activation_bytes(
+        replace(dense_shape, x_dim=4 * dense_shape.n_embd), n_ubatch=100, n_wave=100, has_output=False
+    )
     assert (dense.x, dense.slot, dense.logits) == (4 * 25600, 4 * 25600 + 800, 0)
 
 

@@ -51,6 +51,7 @@ def shape_of(experts: Iterable[str], n_layer: int = 4) -> ModelShape:
         flops_per_token=zeros,
         attention_flops=zeros,
         output_flops=0.0,
+        x_dim=64,
     )
 
 

@@ -3,9 +3,9 @@
 A model is tensor functions only; hyper-parameters and tensor lists are data and lie in `models.specs`. The contract is
 five steps, and `pipeline.split` cuts the work at the same names:
 
-    embed(ids) -> x            token ids to hidden states
+    embed(ids, before) -> x    token ids to hidden states
     attend(i, x, cache, view)  attention of layer i, residual included
-    route(i, x)                the layer's own feed-forward part (dense or shared) added to x, and the routing of the
+    route(i, x, view)          the layer's own feed-forward part (dense or shared) added to x, and the routing of the
                                rest: None where the layer has no routed experts
     experts(i, x, routing, w, ops)  adds the routed experts that `w` holds to x, in place; `ops` because experts in
                                host RAM may be computed elsewhere than their layer
@@ -78,12 +78,13 @@ class Routing(NamedTuple):
 class UbatchView:
     """What attention must know of a ubatch on one device.
 
-    segments: in row order. positions: of each row, `[T]`. turned: cos and sin that layers have computed so far, by
-    what `Rope` calls them; layers that rotate alike share them.
+    segments: in row order. positions, ids: of each row, and its token, int32 `[T]`. turned: cos and sin that layers
+    have computed so far, by what `Rope` calls them; layers that rotate alike share them.
     """
 
     segments: tuple[Segment, ...]
     positions: torch.Tensor
+    ids: torch.Tensor
     turned: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def angles(self, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,11 +102,11 @@ class Model(Protocol):
     @property
     def hparams(self) -> HParams: ...
 
-    def embed(self, ids: torch.Tensor) -> torch.Tensor: ...
+    def embed(self, ids: torch.Tensor, before: torch.Tensor) -> torch.Tensor: ...
 
     def attend(self, i_layer: int, x: torch.Tensor, cache: KvCache, view: UbatchView) -> torch.Tensor: ...
 
-    def route(self, i_layer: int, x: torch.Tensor) -> Routing | None: ...
+    def route(self, i_layer: int, x: torch.Tensor, view: UbatchView) -> Routing | None: ...
 
     def experts(self, i_layer: int, x: torch.Tensor, routing: Routing, weights: ExpertWeights, ops: Ops) -> None: ...
 
@@ -123,15 +124,18 @@ class Model(Protocol):
 def forward_layer(model: Model, i_layer: int, x: torch.Tensor, cache: KvCache, view: UbatchView) -> torch.Tensor:
     """A whole layer whose experts lie where it computes."""
     x = model.attend(i_layer, x, cache, view)
-    routing = model.route(i_layer, x)
+    routing = model.route(i_layer, x, view)
     if routing is not None:
         model.experts(i_layer, x, routing, model.resident_experts(i_layer), model.ops(i_layer))
     return x
 
 
-def forward(model: Model, ids: torch.Tensor, caches: Iterable[KvCache], view: UbatchView) -> torch.Tensor:
-    """One ubatch through all layers on one device: the plain meaning of a model. Returns logits `[T, V]`."""
-    x = model.embed(ids)
+def forward(model: Model, before: torch.Tensor, caches: Iterable[KvCache], view: UbatchView) -> torch.Tensor:
+    """One ubatch through all layers on one device: the plain meaning of a model. Returns logits `[T, V]`.
+
+    before: the tokens before each one, see `HParams.n_before`.
+    """
+    x = model.embed(view.ids, before)
     for i_layer, cache in enumerate(caches):
         x = forward_layer(model, i_layer, x, cache, view)
     return model.output(x)

@@ -50,6 +50,7 @@ def model_shape(
         flops_per_token=tuple(flops),
         attention_flops=tuple(2.0 * hp.n_head * (shape.key_dim + shape.value_dim) for shape in kv),
         output_flops=2.0 * hp.n_vocab * hp.n_embd,
+        x_dim=hp.x_dim,
         expert_values=max(experts) if hp.n_expert else 0,
     )
 

@@ -24,8 +24,8 @@ class Model(qwen3.Model):
         assert isinstance(hparams, GemmaHParams)
         self._gemma = hparams
 
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        return super().embed(ids) * math.sqrt(self.hparams.n_embd)
+    def embed(self, ids: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        return super().embed(ids, before) * math.sqrt(self.hparams.n_embd)
 
     @property
     def attention_scale(self) -> float:

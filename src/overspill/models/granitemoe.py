@@ -21,8 +21,8 @@ class Model(llama.Model):
         assert isinstance(hparams, GraniteHParams)
         self._granite = hparams
 
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        return super().embed(ids) * self._granite.embedding_scale
+    def embed(self, ids: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        return super().embed(ids, before) * self._granite.embedding_scale
 
     @property
     def attention_scale(self) -> float:

@@ -56,8 +56,8 @@ class Transformer:
         self._ropes = [_rope(hparams, i, block) for i, block in enumerate(blocks)]
         self._vectors = [expert_vectors(block) for block in blocks]
 
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Ids `[T]` -> hidden states `[T, D]`, float32."""
+    def embed(self, ids: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """Ids `[T]` -> hidden states `[T, D]`, float32. before: see `HParams.n_before`; nothing here depends on it."""
         return self._embedding.ops.embed(self._embedding.matrix("token_embd"), ids)
 
     def attend(self, i_layer: int, x: torch.Tensor, cache: KvCache, view: UbatchView) -> torch.Tensor:
@@ -151,7 +151,7 @@ class Transformer:
         """Hook: the feed-forward of a layer without experts."""
         return feed_forward(block, normed)
 
-    def route(self, i_layer: int, x: torch.Tensor) -> Routing | None:
+    def route(self, i_layer: int, x: torch.Tensor, view: UbatchView) -> Routing | None:
         """Add the dense or shared feed-forward to x in place. Layers with experts: which ones each token gets."""
         block, hp = self._blocks[i_layer], self.hparams
         if not hp.is_moe(i_layer):

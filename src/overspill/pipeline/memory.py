@@ -74,7 +74,7 @@ class Memory:
         for i_device, plan in enumerate(staging):
             if plan is not None:
                 self._add_staging(i_device, plan)
-        self.x_row_bytes = hp.n_embd * 4
+        self.x_row_bytes = hp.x_dim * 4
         self.tile_bytes = min(layout.detour.tile_bytes, sizes.n_ubatch * self.x_row_bytes)
         for source, target in detours(layout):
             self._add_tiles(source, target)
@@ -96,7 +96,7 @@ class Memory:
     def _add_activations(self, i_device: int) -> None:
         hp, T, compute = self._hp, self.sizes.n_ubatch, MemoryKind.COMPUTE
         for m in range(self.sizes.n_ubatches):
-            x = self._new(i_device, (T, hp.n_embd), torch.float32, compute, f"x{m}")
+            x = self._new(i_device, (T, hp.x_dim), torch.float32, compute, f"x{m}")
             self._buffers["x", i_device, m] = (x,)
             if hp.n_expert:
                 self._buffers["route", i_device, m] = (

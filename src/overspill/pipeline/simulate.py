@@ -126,13 +126,13 @@ class _Costs:
         return self._slab_bytes(action) / self._link_gbps[action.device] / 1e3
 
     def _hand_off_us(self, action: Action) -> float:
-        n_bytes = 4 * self._shape.n_embd * self._wave.n_tokens[action.ubatch] * len(action.reads)
+        n_bytes = 4 * self._shape.x_dim * self._wave.n_tokens[action.ubatch] * len(action.reads)
         is_peer = action.source != self._layout.host and action.writes[0][1] != self._layout.host
         gbps = self._machine.peer_gbps if is_peer else self._link_gbps[action.device]
         return n_bytes / gbps / 1e3
 
     def _tile_us(self, action: Action) -> float:
-        detour, n_bytes = self._layout.detour, 4 * self._shape.n_embd * self._wave.n_tokens[action.ubatch]
+        detour, n_bytes = self._layout.detour, 4 * self._shape.x_dim * self._wave.n_tokens[action.ubatch]
         n_left = n_bytes - action.chunk * detour.tile_bytes
         return min(detour.tile_bytes, n_left) / self._link_gbps[action.device] / 1e3
 
@@ -198,7 +198,7 @@ class Prediction:
 def predict(shape: ModelShape, machine: Machine, layout: Layout, wave: WaveShape, schedule: WaveSchedule) -> Prediction:
     """Simulate one wave; the last ubatch wants one row of logits."""
     n_chunks = [0] * (len(wave.n_tokens) - 1) + [1]
-    n_tiles = [layout.detour.n_tiles(4 * shape.n_embd * n) for n in wave.n_tokens]
+    n_tiles = [layout.detour.n_tiles(4 * shape.x_dim * n) for n in wave.n_tokens]
     cost_us = costs(shape, machine, layout, wave, schedule)
     issued = actions(layout, schedule, n_chunks, n_tiles)
     timed = simulate(issued, cost_us, is_serial=schedule.order is Order.SERIAL, issue_us=machine.issue_us)

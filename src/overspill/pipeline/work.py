@@ -16,6 +16,7 @@ from overspill.cache.kv import KvCache
 from overspill.device.base import Buffer, Stream
 from overspill.kernels import Ops
 from overspill.models.base import Model, Routing, UbatchView, forward_layer
+from overspill.pipeline.history import TokenHistory
 from overspill.pipeline.ledger import Resource
 from overspill.pipeline.memory import Memory
 from overspill.pipeline.ring import PinnedRing
@@ -46,6 +47,8 @@ class Work:
         self._host_experts = host_experts
         self._host_ops = host_ops
         self._rings = rings
+        sizes = memory.sizes
+        self._history = TokenHistory(model.hparams.n_before, n_slots=sizes.n_slots, n_cells=sizes.n_cells)
         self._slab_ids: dict[tuple[int, int], Sequence[int]] = {}
         self._turned: defaultdict[tuple[int, int], Angles] = defaultdict(dict)
         self._compute: dict[Verb, Callable[[Action, Ubatch], Callable[[], None]]] = {
@@ -117,8 +120,8 @@ class Work:
         return buffer
 
     def _view(self, ubatch: Ubatch, device: int, m: int, turned: Angles) -> UbatchView:
-        positions = self._one(("pos", device)).tensor[m, 0, : ubatch.n_tokens]
-        return UbatchView(ubatch.segments, positions, turned)
+        positions, ids = self._one(("pos", device)).tensor[m, :, : ubatch.n_tokens]
+        return UbatchView(ubatch.segments, positions, ids, turned)
 
     def _cache(self, i_layer: int) -> KvCache:
         tensors = [buffer.tensor for buffer in self._memory["kv", i_layer]]
@@ -128,12 +131,14 @@ class Work:
         return self._one(("x", action.device, action.ubatch)).tensor[: ubatch.n_tokens]
 
     def _embed(self, action: Action, ubatch: Ubatch) -> Callable[[], None]:
+        before = self._history.add(ubatch.ids, ubatch.segments)
+
         def body() -> None:
             if action.device == self._layout.host:
                 ids = torch.tensor(ubatch.ids)
             else:
                 ids = self._one(("pos", action.device)).tensor[action.ubatch, 1, : ubatch.n_tokens]
-            self._x(action, ubatch).copy_(self._model.embed(ids))
+            self._x(action, ubatch).copy_(self._model.embed(ids, before))
 
         return body
 
@@ -157,7 +162,7 @@ class Work:
             target = self._x(action, ubatch)
             view = self._view(ubatch, action.device, action.ubatch, turned)
             x = self._model.attend(action.layer, target, self._cache(action.layer), view)
-            routing = self._model.route(action.layer, x)
+            routing = self._model.route(action.layer, x, view)
             assert routing is not None
             target.copy_(x)
             for part, buffer in zip(routing, self._memory["route", action.device, action.ubatch], strict=True):

@@ -41,7 +41,7 @@ NO_NEEDS: Final = KernelNeeds()
 class ActivationBytes:
     """Buffers that a device which computes layers holds, for each ubatch of a wave; logits once.
 
-    x: hidden states f32 [T, residual streams * D]. normed: [T, D]. expert_ids: i32 [T, K]. expert_weights: f32
+    x: hidden states f32 [T, X]. normed: [T, D]. expert_ids: i32 [T, K]. expert_weights: f32
     [T, K]. positions: i32 [2, T], with the token ids. logits: f32 [2, min(T, 128), V], on the output device only.
     """
 
@@ -75,7 +75,7 @@ def activation_bytes(
     n_expert_used = shape.n_expert_used if shape.is_moe else 0
     return ActivationBytes(
         n_slots=-(-n_wave // n_ubatch),
-        x=n_ubatch * 4 * shape.n_embd * shape.n_residual,
+        x=n_ubatch * 4 * shape.x_dim,
         normed=n_ubatch * normed_value_bytes * shape.n_embd if shape.is_moe else 0,
         expert_ids=n_ubatch * 4 * n_expert_used,
         expert_weights=n_ubatch * 4 * n_expert_used,

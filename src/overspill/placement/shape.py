@@ -69,7 +69,7 @@ class ModelShape:
 
     kv_bytes_per_cell: per layer, bytes one context cell takes. state_bytes: per layer, bytes of recurrent state for
     each sequence slot. flops_per_token: per layer, products with weights. attention_flops: per layer, for each pair
-    of a query token and a visible key (4 * heads * head size). n_residual: residual streams per token.
+    of a query token and a visible key (4 * heads * head size). x_dim: numbers that go with a token from layer to layer.
     expert_values: weights of one routed expert, in the layer where they are most.
     """
 
@@ -87,7 +87,7 @@ class ModelShape:
     flops_per_token: tuple[float, ...]
     attention_flops: tuple[float, ...]
     output_flops: float
-    n_residual: int = 1
+    x_dim: int
     expert_values: int = 0
 
     def __post_init__(self) -> None:

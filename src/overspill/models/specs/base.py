@@ -6,6 +6,7 @@ with the key's full name; whoever opened the file puts its path in front (`model
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,11 +20,15 @@ MAX_LAYERS = 4096  # thirty times the deepest model there is; a damaged count mu
 
 
 class TensorSpec(NamedTuple):
-    """A tensor an architecture reads: GGUF name, shape in torch order, and whether a file may lack it."""
+    """A tensor an architecture reads: GGUF name, shape in torch order, and whether a file may lack it.
+
+    is_index: it holds whole numbers (I32), such as expert ids, and not weights.
+    """
 
     name: str
     shape: tuple[int, ...]
     is_required: bool = True
+    is_index: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +58,20 @@ class HParams:
     n_layer_dense: int = 0
     n_ff_shared: int = 0
     router: RouterParams | None = None
+
+    @property
+    def x_dim(self) -> int:
+        """Numbers that go with a token from layer to layer: its hidden state, and whatever else a model hands on."""
+        return self.n_embd
+
+    @property
+    def n_before(self) -> int:
+        """So many tokens before it count in a token's embedding."""
+        return 0
+
+    def expert_limit(self, i_layer: int) -> float:
+        """Gates of the layer's experts are clamped to this, their other halves to it either way."""
+        return math.inf
 
     def is_moe(self, i_layer: int) -> bool:
         """Whether the layer has routed experts."""
