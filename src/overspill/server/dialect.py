@@ -4,49 +4,60 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from overspill.server.reading import PlainReader, Reader
+from overspill.server.reading import PlainReader, Reader, schemas_of
 from overspill.server.reading_channels import CHANNEL, MARKS, ChannelReader
-from overspill.server.reading_tags import CALL, CALLED, THINK, THOUGHT, TagReader
+from overspill.server.reading_forms import CallForm, call_form
+from overspill.server.reading_tags import CallMarks, TagReader, ThoughtMarks
 from overspill.text.tokenizer import Tokenizer
 
-_OTHER_CALLS = ("<function=", "<arg_key>")
+_THOUGHTS = (ThoughtMarks(), ThoughtMarks("[THINK]", "[/THINK]"))
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """has_channels: gpt-oss' way. has_thoughts: `<think>`. has_calls: calls of tools can be read."""
+    """has_channels: gpt-oss' way. thoughts: what marks them, if anything. calls: the form of calls, None if there is
+    none that can be read."""
 
     has_channels: bool
-    has_thoughts: bool
-    has_calls: bool
+    thoughts: ThoughtMarks | None
+    calls: CallForm | None
 
     @classmethod
     def of(cls, template: str) -> Dialect:
-        has_channels = CHANNEL in template
-        has_json_calls = CALL in template and "arguments" in template
-        is_other = any(mark in template for mark in _OTHER_CALLS)
-        return cls(
-            has_channels=has_channels,
-            has_thoughts=not has_channels and THOUGHT in template,
-            has_calls=has_channels or (has_json_calls and not is_other),
-        )
+        if CHANNEL in template:
+            return cls(has_channels=True, thoughts=None, calls=None)
+        thoughts = next((marks for marks in _THOUGHTS if marks.closing in template), None)
+        return cls(has_channels=False, thoughts=thoughts, calls=call_form(template))
 
-    def reader(self, prompt: str, *, has_tools: bool, is_raw: bool) -> Reader:
-        """For an answer to a rendered prompt. has_tools: the request offers some. is_raw: thoughts stay in the text."""
+    @property
+    def has_calls(self) -> bool:
+        """Whether calls of tools can be read."""
+        return self.has_channels or self.calls is not None
+
+    def reader(self, prompt: str, *, tools: Sequence[Any], is_raw: bool) -> Reader:
+        """For an answer to a rendered prompt. tools: those the request offers. is_raw: thoughts stay in the text."""
         if self.has_channels:
-            return PlainReader() if is_raw else ChannelReader()
-        has_thoughts = self.has_thoughts and not is_raw
-        if not has_thoughts and not has_tools:
+            return PlainReader() if is_raw else ChannelReader(has_calls=bool(tools))
+        thoughts = None if is_raw else self.thoughts
+        calls = _call_marks(self.calls, tools) if self.calls and tools else None
+        if thoughts is None and calls is None:
             return PlainReader()
-        is_thinking = has_thoughts and prompt.rstrip().endswith(THINK)
-        return TagReader(has_thoughts=has_thoughts, has_calls=has_tools, is_thinking=is_thinking)
+        is_thinking = thoughts is not None and prompt.rstrip().endswith(thoughts.opening)
+        return TagReader(thoughts=thoughts, calls=calls, is_thinking=is_thinking)
 
     def mark_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
         """Tokens that spell a mark: readers have to see them, whatever kind of token they are."""
         return frozenset(ids[0] for mark in self._marks() if len(ids := tokenizer.encode(mark, add_special=False)) == 1)
 
-    def _marks(self) -> Sequence[str]:
+    def _marks(self) -> list[str]:
         if self.has_channels:
-            return MARKS
-        return [*([THINK, THOUGHT] if self.has_thoughts else []), *([CALL, CALLED] if self.has_calls else [])]
+            return list(MARKS)
+        thoughts = [self.thoughts.opening, self.thoughts.closing] if self.thoughts else []
+        return [*thoughts, *(self.calls.all_marks if self.calls else [])]
+
+
+def _call_marks(form: CallForm, tools: Sequence[Any]) -> CallMarks:
+    schemas = schemas_of(tools)
+    return CallMarks(openings=dict(form.openings), read=lambda text: form.read(text, schemas), is_first=form.is_first)

@@ -34,7 +34,7 @@ class Host:
     def __init__(self, open_model: OpenModel, *, name: str, template: ChatTemplate) -> None:
         self.name = name
         self.template = template
-        self.dialect = Dialect.of(template.source)
+        self.dialect = Dialect.of(template.all_source)
         self.totals = Totals()
         self.failure: Exception | None = None
         self.created = int(time.time())

@@ -27,7 +27,7 @@ def chat_job(host: Host, body: ChatBody) -> tuple[Job, Callable[[], Reader]]:
     segments = chat_segments(tokenizer, host.template, body)
     prompt = "".join(segment.text for segment in segments)
     job = _job(host, body, [tokenizer.encode_marked(segments)], chat_probs(body))
-    make_reader = partial(host.dialect.reader, prompt, has_tools=bool(body.offered_tools), is_raw=is_raw)
+    make_reader = partial(host.dialect.reader, prompt, tools=body.offered_tools, is_raw=is_raw)
     return replace(job, shown_ids=host.dialect.mark_ids(tokenizer)), make_reader
 
 

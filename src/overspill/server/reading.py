@@ -7,9 +7,10 @@ parts it gives, those of a kind joined, do not depend on where the pieces were c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,21 @@ class Arguments:
 Part = Thought | Said | Call | Arguments
 
 
+class Called(NamedTuple):
+    """A whole call: arguments are the JSON text of an object."""
+
+    name: str
+    arguments: str
+
+    @property
+    def parts(self) -> list[Part]:
+        return [Call(self.name), Arguments(self.arguments)]
+
+
+Schemas = Mapping[str, Mapping[str, Any]]
+"""The schema of each argument of each tool, as far as they are known."""
+
+
 class Reader(Protocol):
     """Reads one answer."""
 
@@ -70,6 +86,30 @@ def read_all(reader: Reader, text: str) -> list[Part]:
     return [*reader.push(text), *reader.finish()]
 
 
+def schemas_of(tools: Sequence[Any]) -> Schemas:
+    """The schemas in tools as clients send them, which may be malformed."""
+    return dict(_schemas(tools))
+
+
+def _schemas(tools: Sequence[Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for tool in tools:
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        parameters = function.get("parameters") if isinstance(function, dict) else None
+        properties = parameters.get("properties") if isinstance(parameters, dict) else None
+        if isinstance(function, dict) and isinstance(properties, dict):
+            yield str(function.get("name")), properties
+
+
+def json_text(value: Any) -> str | None:
+    """A value as JSON that every client can read; None for what JSON does not have."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except (ValueError, TypeError, RecursionError):  # infinities, sets, halves of surrogate pairs
+        return None
+    return text
+
+
 class Cutter:
     """Cuts text at marks. The end of what it holds is held back while it may begin one of them."""
 
@@ -78,6 +118,9 @@ class Cutter:
 
     def add(self, text: str) -> None:
         self._held += text
+
+    def put_back(self, text: str) -> None:
+        self._held = text + self._held
 
     def take(self, marks: Sequence[str]) -> tuple[str, str | None]:
         """The text up to the first of `marks` and that mark, or all that is certain to hold none and None."""

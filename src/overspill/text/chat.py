@@ -68,6 +68,11 @@ class ChatTemplate:
         """The template for conversations without tools."""
         return self._plain.source
 
+    @property
+    def all_source(self) -> str:
+        """The template for conversations without tools and, where it is another one, that for those with tools."""
+        return "\n".join(dict.fromkeys((self._plain.source, self._with_tools.source)))
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
