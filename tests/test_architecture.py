@@ -28,6 +28,7 @@ NO_TORCH = [
     "models/registry.py",
     "models/check.py",
     "cache/cells.py",
+    "cache/states.py",
     "pipeline/wave.py",
     "pipeline/split.py",
     "pipeline/ledger.py",

@@ -95,7 +95,9 @@ class LLM:
             on_failure.callback(self.devices.close)
             layout = self.plan.layout
             placed, host = self.plan.placement, layout.host
-            self.sizes = Sizes.of_plan(placed.n_ubatch, placed.n_wave, self.options.n_parallel, placed.n_ctx)
+            self.sizes = Sizes.of_plan(
+                placed.n_ubatch, placed.n_wave, self.options.n_parallel, placed.n_ctx, self.options.n_states
+            )
             memory = Memory(self.devices, layout, self.hparams, self.sizes, placed.staging, precision)
             loaded = load(
                 self.source,
@@ -128,6 +130,7 @@ class LLM:
                 n_slots=self.sizes.n_slots,
                 n_ubatch=self.sizes.n_ubatch,
                 n_wave=placed.n_wave,
+                n_states=self.sizes.n_states if self.hparams.has_states else 0,
             )
             on_failure.pop_all()
         read_ahead(loaded.in_file, self.devices.host.free_bytes)

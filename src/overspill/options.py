@@ -65,6 +65,9 @@ class Options:
     n_ubatch: int | None = _option(None, "--ubatch-size -ub", "most tokens computed together; None: chosen")
     n_wave: int | None = _option(None, "--n-wave --batch-size -b", "most tokens that share uploads; None: chosen")
     n_parallel: int = _option(1, "--parallel -np", "sequences served at once")
+    ctx_checkpoints: int = _option(
+        3, "--ctx-checkpoints -ctxcp", "states kept per sequence to go on from, in models with recurrent layers"
+    )
     schedule: str = _option("auto", "--schedule", "auto, serial, depth-first or breadth-first")
     grain: int | None = _option(None, "--grain", "layers a device takes in turn; None: chosen")
     policy: str = _option("auto", "--policy", "host experts: auto, all (upload whole layers), selected, cpu")
@@ -107,6 +110,11 @@ class Options:
         return parse_override_tensor(self.override_tensor)
 
     @property
+    def n_states(self) -> int:
+        """Recurrent states of a sequence: the checkpoints, and the one at its end."""
+        return 1 + self.ctx_checkpoints
+
+    @property
     def is_layer_count_open(self) -> bool:
         """True when fit may choose how many layers the devices compute."""
         return self.n_gpu_layers in (-1, "auto")
@@ -134,6 +142,7 @@ _LOWEST: Final = {
     "n_ubatch": 1,
     "n_wave": 1,
     "n_parallel": 1,
+    "ctx_checkpoints": 0,
     "grain": 1,
     "slab_mib": 1,
     "n_staging_slots": 2,

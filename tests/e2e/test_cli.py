@@ -308,6 +308,7 @@ BAD_VALUES = {
     "n_ubatch": "0",
     "n_wave": "0",
     "n_parallel": "0",
+    "ctx_checkpoints": "-1",
     "schedule": "fast",
     "grain": "0",
     "policy": "some",

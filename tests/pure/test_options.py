@@ -24,7 +24,8 @@ from overspill.options import (
 FROZEN_FLAGS = """
 --devices -dev | --device-memory | --n-gpu-layers -ngl | --tensor-split -ts | --split-mode -sm | --main-gpu -mg
 --override-tensor -ot | --cpu-moe -cmoe | --n-cpu-moe -ncmoe | --fit -fit | --fit-target -fitt | --fit-ctx -fitc
---ctx-size -c | --ubatch-size -ub | --n-wave --batch-size -b | --parallel -np | --schedule | --grain | --policy
+--ctx-size -c | --ubatch-size -ub | --n-wave --batch-size -b | --parallel -np | --ctx-checkpoints -ctxcp
+--schedule | --grain | --policy
 --slab-mib | --staging-slots | --max-in-flight | --threads -t | --chaos-seed | --trace | --host-stage -hs
 --host-stage-tile-mib | --force-xdev-sync | --load-mode -lm
 --load-threads -tl | --virtual-h2d-gbps

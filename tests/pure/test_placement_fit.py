@@ -287,7 +287,10 @@ def test_recurrent_state_counts_per_sequence() -> None:
     shape = make_shape(4, state_bytes=10 * MIB)
     one = placed(shape, (24,), Options(n_ctx=4096)).budgets[0].kv_bytes
     four = placed(shape, (24,), Options(n_ctx=4096, n_parallel=4)).budgets[0].kv_bytes
-    assert four - one == 3 * 4 * 10 * MIB
+    state_bytes = 4 * 10 * MIB * Options().n_states
+    assert four - one == 3 * state_bytes
+    none = placed(shape, (24,), Options(n_ctx=4096, ctx_checkpoints=0)).budgets[0].kv_bytes
+    assert one - none == 3 * 4 * 10 * MIB
 
 
 # Slabs.

@@ -19,6 +19,7 @@ from overspill.placement.shape import ModelShape, Role
 from tests.pure.placement_models import MIB, host_bytes_by_device, make_shape
 
 N_PARALLEL = 2
+N_STATES = N_PARALLEL * Options().n_states
 
 
 @st.composite
@@ -89,7 +90,7 @@ def check_sums(shape: ModelShape, placement: Placement) -> None:
         weights[placement.output_device] += shape.tied_bytes
     kv = [0] * (host + 1)
     for l, device in enumerate(placement.layer_device):
-        kv[device] += shape.kv_bytes_per_cell[l] * placement.n_ctx + shape.state_bytes[l] * N_PARALLEL
+        kv[device] += shape.kv_bytes_per_cell[l] * placement.n_ctx + shape.state_bytes[l] * N_STATES
     assert [b.weights_bytes for b in placement.budgets] == weights
     assert [b.kv_bytes for b in placement.budgets] == kv
     for device, budget in enumerate(placement.budgets):

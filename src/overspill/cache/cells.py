@@ -2,25 +2,44 @@
 
 Every sequence slot owns a contiguous range of cells, one per position, so a sequence's keys are one slice and a
 position is its own cell index. A slot is emptied by forgetting its length; nothing has to be cleared.
+
+A layer may also keep a state: numbers that stand for all that a sequence has seen, and change with each token. Cells
+of the past stay, so a sequence can be cut back to any position; a state can only be had again where it was kept. State
+tensors therefore have rows, more than one for each slot, and a segment says which row it starts from and which one it
+leaves (`cache.states` chooses them). A sequence that begins, at position 0, starts from zeros, whatever is in a row.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 
 class KvShape(NamedTuple):
     """What one layer keeps of a position, per kv head: `key_dim` values of the key and `value_dim` of the value.
 
+    n_heads: 0 where a layer keeps nothing of positions.
     has_values: False where the value is the first `value_dim` channels of the key, and takes no room of its own
     (latent attention, arXiv:2405.04434).
+    state: dimensions of the float32 tensors that the layer keeps of a sequence, whatever its length.
     """
 
     n_heads: int
     key_dim: int
     value_dim: int
     has_values: bool = True
+    state: tuple[tuple[int, ...], ...] = ()
+
+    @classmethod
+    def of_state(cls, *dims: tuple[int, ...]) -> KvShape:
+        """For a layer that keeps a state and nothing of positions."""
+        return cls(0, 0, 0, state=dims)
+
+    @property
+    def n_state_values(self) -> int:
+        """Numbers of one state."""
+        return sum(map(prod, self.state))
 
     @property
     def n_channels(self) -> int:
@@ -29,8 +48,21 @@ class KvShape(NamedTuple):
 
     def tensor_shapes(self, n_slots: int, n_cells: int) -> tuple[tuple[int, int, int, int], ...]:
         """Shapes of the tensors to reserve for so many slots of so many cells: keys, and values if there are any."""
+        if self.n_heads == 0:
+            return ()
         dims = (self.key_dim, self.value_dim) if self.has_values else (self.key_dim,)
         return tuple((n_slots, self.n_heads, n_cells, dim) for dim in dims)
+
+    def state_shapes(self, n_rows: int) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the tensors to reserve for so many states."""
+        return tuple((n_rows, *dims) for dims in self.state)
+
+
+class StateRows(NamedTuple):
+    """Rows of the state tensors: where the state before a segment is read, and where the one after it is written."""
+
+    before: int
+    after: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +70,18 @@ class Segment:
     """A run of consecutive positions of one sequence inside a ubatch.
 
     slot: which sequence slot of the cache. first_pos: position of the first token. n_tokens: how many.
+    rows: of its states, in models that have some; None: the slot has one row, of its own number.
     """
 
     slot: int
     first_pos: int
     n_tokens: int
+    rows: StateRows | None = None
+
+    @property
+    def states(self) -> StateRows:
+        """Where its states are; what is before position 0 is not read."""
+        return self.rows or StateRows(self.slot, self.slot)
 
     @property
     def end_pos(self) -> int:

@@ -1,7 +1,8 @@
-"""Keys and values of one layer: a view over memory that the layer's device owns.
+"""What one layer keeps of sequences: a view over memory that the layer's device owns.
 
-Layout `[slot, kv head, cell, channel]`: the keys of one head of one sequence are contiguous. Layers with a sliding
-window keep all positions too, and read only those in the window.
+Layout of keys and values `[slot, kv head, cell, channel]`: the keys of one head of one sequence are contiguous. Layers
+with a sliding window keep all positions too, and read only those in the window. States are float32, see
+`cache.recurrent`.
 """
 
 from __future__ import annotations
@@ -18,16 +19,21 @@ from overspill.cache.cells import KvShape, Segment
 class KvCache:
     """k: `[S, G, C, A]`, v: `[S, G, C, B]` (S slots, G kv heads, C cells a slot, A and B channels).
 
-    v may be a view of the first B channels of k; then the values of a token are those channels of its key.
+    v may be a view of the first B channels of k; then the values of a token are those channels of its key. Both are
+    empty where the layer keeps nothing of positions. state: `[R, ...]` each (R rows).
     """
 
     k: torch.Tensor
     v: torch.Tensor
+    state: tuple[torch.Tensor, ...] = ()
 
     @classmethod
     def over(cls, shape: KvShape, tensors: Sequence[torch.Tensor]) -> KvCache:
-        """A cache over tensors of the shapes that `KvShape.tensor_shapes` gives."""
-        return cls(tensors[0], tensors[1] if shape.has_values else tensors[0][..., : shape.value_dim])
+        """A cache over tensors of the shapes that `KvShape.tensor_shapes` and then `state_shapes` give."""
+        cells, state = tensors[: len(tensors) - len(shape.state)], tuple(tensors[len(tensors) - len(shape.state) :])
+        if shape.n_heads == 0:
+            return cls(torch.empty(0), torch.empty(0), state)
+        return cls(cells[0], cells[1] if shape.has_values else cells[0][..., : shape.value_dim], state)
 
     def append(self, segment: Segment, k_TGA: torch.Tensor, v_TGB: torch.Tensor) -> None:
         """Write the keys and values of a segment's tokens into their cells."""

@@ -77,7 +77,8 @@ class Engine:
 
     run_wave: computes a wave and returns, per ubatch in order, the logits of its output rows as float32
     [len(output_rows), V] on the host. They are read before the next call, so it may reuse their memory.
-    n_ctx_slot: cells a slot has. n_wave: most tokens a wave has. reuse: see `PrefixReuse`. clock: seconds.
+    n_ctx_slot: cells a slot has. n_wave: most tokens a wave has. reuse: see `PrefixReuse`. n_states: see
+    `Scheduler`. clock: seconds.
     failed: what the device said when a wave last failed, else None.
     Raises UserError for sizes that do not fit together.
     """
@@ -92,13 +93,20 @@ class Engine:
         n_ubatch: int,
         n_wave: int,
         reuse: PrefixReuse = PrefixReuse.WHOLE_UBATCHES,
+        n_states: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.failed: str | None = None
         self._run_wave = run_wave
         self._clock = clock
         self._scheduler = Scheduler(
-            n_vocab=n_vocab, n_ctx_slot=n_ctx_slot, n_slots=n_slots, n_ubatch=n_ubatch, n_wave=n_wave, reuse=reuse
+            n_vocab=n_vocab,
+            n_ctx_slot=n_ctx_slot,
+            n_slots=n_slots,
+            n_ubatch=n_ubatch,
+            n_wave=n_wave,
+            reuse=reuse,
+            n_states=n_states,
         )
         self._runs: dict[str, _Run] = {}
         self._inbox: SimpleQueue[Request | str] = SimpleQueue()

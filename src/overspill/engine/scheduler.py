@@ -11,16 +11,19 @@ then it decodes one token a wave. The rules:
   exceed `n_wave`, decoding and prompts take turns, so neither starves.
 - `next_wave` may be called again without a `commit` between: only `commit` moves a sequence on.
 - A segment that starts at position p means that the slot's cells from p on are void.
+- A model with recurrent layers goes on only from a position whose state was kept (`cache.states`): the ends of some of
+  a prompt's whole ubatches, and the end of what was computed.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import islice
 
+from overspill.cache.states import SlotStates
 from overspill.engine.request import DoneReason, Request
 from overspill.errors import UserError
 from overspill.pipeline.wave import Segment, Ubatch, Wave
@@ -29,7 +32,7 @@ from overspill.pipeline.wave import Segment, Ubatch, Wave
 class PrefixReuse(Enum):
     """How much of the cells that a former request left in a slot a new prompt with the same beginning may keep.
 
-    NONE: nothing; for models whose state cannot be cut back (recurrent layers, sliding windows).
+    NONE: nothing.
     WHOLE_UBATCHES: cells that full ubatches of a prompt computed. The rest is cut as it would be in an empty slot, so
     the logits are the same bits as without reuse. A former answer is computed again as part of the new prompt.
     ANY_POINT: up to the first token that differs, answers included: least work, sums may run in another order.
@@ -86,15 +89,28 @@ class Sequence:
 
 @dataclass(slots=True)
 class _Slot:
-    """cells: the ids whose cells may be reused. last_used: when it was freed, in releases."""
+    """cells: the ids whose cells may be reused. last_used: when it was freed, in releases.
 
+    states: where its recurrent states stand, None in models without any.
+    """
+
+    states: SlotStates | None
     cells: list[int] = field(default_factory=list)
     last_used: int = 0
     sequence: Sequence | None = None
 
+    def keep(self, n_cells: int) -> None:
+        """Trust the first `n_cells` cells only."""
+        self.cells = self.cells[:n_cells]
+        if self.states is not None:
+            self.states.cut(n_cells)
+
 
 class Scheduler:
-    """Holds waiting and active requests and says what to compute next. Not thread-safe, but for `validate`."""
+    """Holds waiting and active requests and says what to compute next. Not thread-safe, but for `validate`.
+
+    n_states: recurrent states that each slot has room for; 0: the model has none.
+    """
 
     def __init__(
         self,
@@ -105,6 +121,7 @@ class Scheduler:
         n_ubatch: int,
         n_wave: int,
         reuse: PrefixReuse = PrefixReuse.WHOLE_UBATCHES,
+        n_states: int = 0,
     ) -> None:
         _check_sizes(n_ctx_slot=n_ctx_slot, n_slots=n_slots, n_ubatch=n_ubatch, n_wave=n_wave)
         self._n_vocab = n_vocab
@@ -113,7 +130,8 @@ class Scheduler:
         self._n_wave = n_wave
         self._n_ubatches = -(-n_wave // n_ubatch)
         self._reuse = reuse
-        self._slots = [_Slot() for _ in range(n_slots)]
+        self._slots = [_Slot(SlotStates.of_slot(i, n_slots, n_states) if n_states else None) for i in range(n_slots)]
+        self._n_states = n_states
         self._waiting: deque[Sequence] = deque()
         self._active: list[Sequence] = []  # in the order they came
         self._n_releases = 0
@@ -166,12 +184,13 @@ class Scheduler:
         slot = self._slots[sequence.slot]
         self._release(sequence)
         if not keep_cells:
-            slot.cells = []
+            slot.keep(0)
 
     def forget_cells(self) -> None:
         """No cells of idle slots will be reused: the device lost them, or may have."""
         for slot in self._slots:
-            slot.cells = []
+            if slot.sequence is None:
+                slot.keep(0)
 
     def next_wave(self) -> Wave | None:
         """The next tokens to compute, at most `n_wave`; None if there is nothing to do.
@@ -186,6 +205,8 @@ class Scheduler:
         last = tuple(self._decode_ubatches(decoding))
         first = self._prompt_ubatches(prompts, self._n_wave - len(decoding))
         ubatches = (*islice(first, self._n_ubatches - len(last)), *last)
+        if self._n_states:
+            ubatches = tuple(self._with_states(ubatches))
         return Wave(ubatches) if ubatches else None
 
     def _fit_together(self, decoding: list[Sequence], prompt: Sequence) -> bool:
@@ -203,10 +224,12 @@ class Scheduler:
         sequences = self.sequences_in(wave)
         self._is_prompt_turn = any(s.is_decoding for s in sequences)
         for segment in (segment for ubatch in wave.ubatches for segment in ubatch.segments):
-            sequence = self._slots[segment.slot].sequence
-            assert sequence is not None
-            assert sequence.n_done == segment.first_pos
-            sequence.n_done += segment.n_tokens
+            slot = self._slots[segment.slot]
+            assert slot.sequence is not None
+            assert slot.sequence.n_done == segment.first_pos
+            slot.sequence.n_done += segment.n_tokens
+            if slot.states is not None:
+                slot.states.put(segment)
         for sequence in sequences:
             if (token_id := sampled.get(_slot_of(sequence))) is not None:
                 sequence.ids.append(token_id)
@@ -232,18 +255,21 @@ class Scheduler:
             n_reusable = {i: self._n_reusable(self._slots[i], sequence) for i in free}
             sequence.slot = min(free, key=lambda i: (-n_reusable[i], self._slots[i].last_used))
             sequence.n_done = sequence.n_reused = n_reusable[sequence.slot]
+            self._slots[sequence.slot].keep(sequence.n_done)
             self._slots[sequence.slot].sequence = sequence
             self._active.append(sequence)
 
     def _n_reusable(self, slot: _Slot, sequence: Sequence) -> int:
         n_common = min(_n_common_prefix(slot.cells, sequence.ids), sequence.n_prompt - 1)
-        return self._rounded(n_common)
+        n_reusable = self._rounded(n_common)
+        return n_reusable if slot.states is None else slot.states.latest(n_reusable)
 
     def _release(self, sequence: Sequence) -> None:
         assert sequence.slot is not None
         slot = self._slots[sequence.slot]
         self._n_releases += 1
-        slot.cells = sequence.ids[: self._n_keepable(sequence)]
+        slot.cells = sequence.ids
+        slot.keep(self._n_keepable(sequence))
         slot.last_used = self._n_releases
         slot.sequence = None
         self._active.remove(sequence)
@@ -282,6 +308,28 @@ class Scheduler:
             ids = tuple(s.ids[-1] for s in rows)
             segments = tuple(Segment(_slot_of(s), s.n_done, 1) for s in rows)
             yield Ubatch(ids, segments, tuple(range(len(rows))))
+
+    # --- recurrent states
+
+    def _with_states(self, ubatches: Iterable[Ubatch]) -> Iterator[Ubatch]:
+        """The same, each segment with the rows of its states."""
+        planned = [slot.states.copy() for slot in self._slots if slot.states is not None]
+        for ubatch in ubatches:
+            segments = [self._with_rows(segment, planned[segment.slot]) for segment in ubatch.segments]
+            yield replace(ubatch, segments=tuple(segments))
+
+    def _with_rows(self, segment: Segment, states: SlotStates) -> Segment:
+        segment = replace(segment, rows=states.plan(segment.first_pos, keeps=self._keeps_state(segment)))
+        states.put(segment)
+        return segment
+
+    def _keeps_state(self, segment: Segment) -> bool:
+        """Whether a later prompt may want to go on from where a segment begins."""
+        pos, sequence = segment.first_pos, self._slots[segment.slot].sequence
+        assert sequence is not None
+        if self._reuse is PrefixReuse.ANY_POINT and pos == sequence.n_prompt:
+            return True
+        return self._reuse is not PrefixReuse.NONE and pos <= sequence.n_prompt and pos % self._n_ubatch == 0
 
 
 def output_slots(wave: Wave) -> list[int]:

@@ -24,10 +24,10 @@ def model_shape(
 
     A product of a `[N, K]` weight with one token takes 2 N K FLOP; of routed experts a token meets K of E.
     kv_value_bytes: of a key or value in the cache. widens_dense: dense matrices are held in bfloat16. Attention is
-    priced as if every layer saw all keys.
+    priced as if every layer saw all keys, a token's change of a state as two products with it and two sums.
     """
     kv = [hp.kv_shape(i) for i in range(hp.n_layer)]
-    flops, experts = [0.0] * hp.n_layer, [0] * hp.n_layer
+    flops, experts = [8.0 * shape.n_state_values for shape in kv], [0] * hp.n_layer
     for spec in specs:
         role, i_layer = role_of(spec.name)
         if i_layer is not None and len(spec.shape) > 1 and spec.name.endswith(".weight"):
@@ -46,7 +46,7 @@ def model_shape(
         n_ctx_train=hp.n_ctx_train,
         tensors=sized_tensors(sizes, n_layer=hp.n_layer),
         kv_bytes_per_cell=tuple(shape.n_channels * kv_value_bytes for shape in kv),
-        state_bytes=(0,) * hp.n_layer,
+        state_bytes=tuple(shape.n_state_values * 4 for shape in kv),
         flops_per_token=tuple(flops),
         attention_flops=tuple(2.0 * hp.n_head * (shape.key_dim + shape.value_dim) for shape in kv),
         output_flops=2.0 * hp.n_vocab * hp.n_embd,

@@ -20,17 +20,21 @@ from overspill.placement.budget import N_LOGIT_BUFFERS, N_LOGIT_ROWS, StagingPla
 
 @dataclass(frozen=True)
 class Sizes:
-    """Worst cases of a run. n_ubatches: ubatches a wave can hold. n_slots: sequences. n_cells: cells of each."""
+    """Worst cases of a run. n_ubatches: ubatches a wave can hold. n_slots: sequences. n_cells: cells of each.
+
+    n_states: states of each, the one at its end included, in models that have states.
+    """
 
     n_ubatch: int
     n_ubatches: int
     n_slots: int
     n_cells: int
+    n_states: int = 1
 
     @classmethod
-    def of_plan(cls, n_ubatch: int, n_wave: int, n_slots: int, n_ctx: int) -> Sizes:
+    def of_plan(cls, n_ubatch: int, n_wave: int, n_slots: int, n_ctx: int, n_states: int = 1) -> Sizes:
         """From a plan's numbers; `n_ctx` cells are shared out evenly over the slots."""
-        return cls(n_ubatch, -(-n_wave // n_ubatch), n_slots, n_ctx // n_slots)
+        return cls(n_ubatch, -(-n_wave // n_ubatch), n_slots, n_ctx // n_slots, n_states)
 
     @property
     def n_logits_rows(self) -> int:
@@ -62,6 +66,7 @@ class Memory:
         self._precision = precision
         self.n_vocab = hp.n_vocab
         self.n_expert_used = hp.n_expert_used
+        self.has_states = hp.has_states
         self._devices = devices
         self._hp = hp
         self._buffers: dict[Resource, tuple[Buffer, ...]] = {}
@@ -112,11 +117,16 @@ class Memory:
         self._buffers["pos", i_device] = (inputs,)
 
     def _add_kv(self, i_layer: int, i_device: int) -> None:
-        shapes = self._hp.kv_shape(i_layer).tensor_shapes(self.sizes.n_slots, self.sizes.n_cells)
-        self._buffers["kv", i_layer] = tuple(
+        kept, sizes = self._hp.kv_shape(i_layer), self.sizes
+        cells = [
             self._new(i_device, shape, self._precision.kv, MemoryKind.KV, f"{name}.{i_layer}")
-            for name, shape in zip("kv", shapes, strict=False)
-        )
+            for name, shape in zip("kv", kept.tensor_shapes(sizes.n_slots, sizes.n_cells), strict=False)
+        ]
+        states = [
+            self._new(i_device, shape, torch.float32, MemoryKind.KV, f"state{i}.{i_layer}")
+            for i, shape in enumerate(kept.state_shapes(sizes.n_slots * sizes.n_states))
+        ]
+        self._buffers["kv", i_layer] = (*cells, *states)
 
     def _add_staging(self, i_device: int, plan: StagingPlan) -> None:
         for i in range(plan.n_slots):

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from overspill.cache.states import StateGuard
 from overspill.device.base import Devices, Event
 from overspill.pipeline.ledger import Ledger, Resource
 from overspill.pipeline.memory import Memory
@@ -78,6 +79,7 @@ class Runner:
         self._in_flight: deque[Event] = deque()
         self._downloads: deque[_Download] = deque()
         self._ids_asked: list[int] = []
+        self._states = StateGuard()
         self._is_interrupted = False
 
     def run(self, wave: Wave, schedule: WaveSchedule) -> list[torch.Tensor]:
@@ -106,6 +108,9 @@ class Runner:
         started = time.perf_counter()
         ubatches = wave.ubatches
         assert len(ubatches) <= self._memory.sizes.n_ubatches
+        if self._memory.has_states:
+            for segment in (s for u in ubatches for s in u.segments):
+                self._states.advance(segment)
         results = [torch.empty(len(u.output_rows), self._memory.n_vocab) for u in ubatches]
         self._work.begin_wave()
         self._write_inputs_host(ubatches)

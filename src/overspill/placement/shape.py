@@ -67,8 +67,8 @@ def _sized(name: str, n_bytes: int) -> TensorSize:
 class ModelShape:
     """Sizes and costs of one model.
 
-    kv_bytes_per_cell: per layer, bytes one context cell takes. state_bytes: per layer, bytes of recurrent state for
-    each sequence slot. flops_per_token: per layer, products with weights. attention_flops: per layer, for each pair
+    kv_bytes_per_cell: per layer, bytes one context cell takes. state_bytes: per layer, bytes of one recurrent
+    state. flops_per_token: per layer, products with weights. attention_flops: per layer, for each pair
     of a query token and a visible key (4 * heads * head size). x_dim: numbers that go with a token from layer to layer.
     expert_values: weights of one routed expert, in the layer where they are most.
     """

@@ -81,6 +81,11 @@ class HParams:
         """What the layer keeps of each position."""
         return KvShape(self.n_head_kv, self.head_dim, self.value_dim)
 
+    @property
+    def has_states(self) -> bool:
+        """Whether some layer keeps a state, so that sequences cannot be cut back to any position."""
+        return any(self.kv_shape(i).state for i in range(self.n_layer))
+
     def window(self, i_layer: int) -> int | None:
         """How many keys a query of the layer sees, its own the last; None: all."""
         return None
