@@ -70,6 +70,12 @@ AGENT_CHATS: dict[str, Chat] = {
     "nothing at all": [user(), {"role": "assistant"}, user("More")],
     "content as parts": [{"role": "system", "content": PARTS}, user(PARTS)],
     "result as parts": [user(), call({"city": "Paris"}), result(PARTS)],
+    "ids as OpenAI makes them": [
+        user(),
+        call({"city": "Paris"})
+        | {"tool_calls": [call({})["tool_calls"][0] | {"id": "call_9f86d081884c7d659a2feaa0c55ad015"}]},
+        result() | {"tool_call_id": "call_9f86d081884c7d659a2feaa0c55ad015"},
+    ],
     "result before call": [user(), result(), call({"city": "Paris"}, content=None)],
     "two system messages": [PLAIN[0], {"role": "system", "content": "More rules."}, user()],
     "roles do not alternate": [user("a"), user("b"), PLAIN[2], PLAIN[2]],

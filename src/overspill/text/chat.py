@@ -17,7 +17,7 @@ from overspill.errors import UserError
 from overspill.gguf.keys import Keys
 from overspill.text.budget import Limits
 from overspill.text.marks import Guards, Marks
-from overspill.text.messages import Message, Shape, copied, normalise, probe_shape
+from overspill.text.messages import Message, Shape, copied, normalise, odd_arguments, probe_shape
 from overspill.text.sandbox import Program
 from overspill.text.special import Segment, SpecialTexts
 
@@ -85,7 +85,7 @@ class ChatTemplate:
         `enable_thinking`. `UserError` for malformed messages and for whatever the template refuses or fails at."""
         template = self._with_tools if tools else self._plain
         variables = self._variables(tools, add_generation_prompt, template_kwargs)
-        return template.run(variables | {"messages": normalise(messages, template.shape)})
+        return template.prompt(variables, normalise(messages, template.shape))
 
     def render_marked(
         self,
@@ -104,7 +104,7 @@ class ChatTemplate:
         template = self._with_tools if tools else self._plain
         variables = self._variables(tools, add_generation_prompt, template_kwargs)
         normal = normalise(messages, template.shape)
-        plain = template.run(variables | {"messages": normal})
+        plain = template.prompt(variables, normal)
         guards = _guards(special_texts, template.source)
         marks = Marks.unused_in(plain, json.dumps([normal, variables], ensure_ascii=False))
         guarded = variables | {"tools": marks.marked_tools(tools, guards) if tools else None}
@@ -158,6 +158,15 @@ class _Variant:
     @cached_property
     def shape(self) -> Shape:
         return probe_shape(self.source, self._probe)
+
+    def prompt(self, variables: Mapping[str, Any], messages: list[Message]) -> str:
+        """The prompt for messages in the template's form; a failure names arguments that it may be due to."""
+        try:
+            return self.run({**variables, "messages": messages})
+        except UserError as error:
+            if (where := odd_arguments(messages, self.shape)) is None:
+                raise
+            raise UserError(f"chat template: {where} is no JSON object, which the template wants ({error})") from None
 
     def _probe(self, messages: list[Message]) -> str:
         """A rendering without tools, or with one if the template is made for tools only."""

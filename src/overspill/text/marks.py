@@ -21,7 +21,7 @@ from overspill.text.messages import Message
 from overspill.text.special import Segment, SpecialFinder, SpecialTexts
 
 _PRIVATE_USE = range(0xE000, 0xF900)
-_PROSE = ("content", "reasoning_content")
+_PROSE = ("content", "reasoning_content", "thinking")
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ The result is always a copy: a template cannot change the caller's messages.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,13 +22,15 @@ _NEEDLE = "Xq7needle"
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """What a template takes: user content as text or as parts, system messages, call arguments as objects, the role
-    `developer`."""
+    `developer`, only ids of calls that have nine characters, thoughts under `thinking` (else `reasoning_content`)."""
 
     takes_text: bool
     takes_parts: bool
     takes_system: bool
     takes_developer: bool
     wants_objects: bool
+    wants_short_ids: bool = False
+    takes_thinking: bool = False
 
 
 def probe_shape(source: str, render: Callable[[list[Message]], str]) -> Shape:
@@ -47,12 +50,17 @@ def probe_shape(source: str, render: Callable[[list[Message]], str]) -> Shape:
     takes_text = _NEEDLE in as_text or _NEEDLE not in as_parts
     with_system = attempt(said(_NEEDLE, "system"), said("hello"))
     with_object = attempt(said("hello"), *_call_with({"key": _NEEDLE}))
+    with_long_id = attempt(said("hello"), *_call_with({"key": _NEEDLE}, call_id="call_0000000000"))
+    call, result = _call_with({})
+    with_thoughts = attempt(said("hello"), call | {"thinking": _NEEDLE}, result)
     return Shape(
         takes_text=takes_text,
         takes_parts=as_parts == as_text if _NEEDLE in as_text else not takes_text,
         takes_system=_NEEDLE in with_system,
         takes_developer="developer" in source,
         wants_objects=_NEEDLE in with_object and "{'key'" not in with_object,
+        wants_short_ids=_NEEDLE in with_object and with_long_id == "",
+        takes_thinking=_NEEDLE in with_thoughts,
     )
 
 
@@ -60,9 +68,9 @@ def _parts(texts: Sequence[str]) -> list[Message]:
     return [{"type": "text", "text": text} for text in texts]
 
 
-def _call_with(arguments: object) -> tuple[Message, Message]:
-    call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    result = {"role": "tool", "tool_call_id": "call00001", "name": "f", "content": "result"}
+def _call_with(arguments: object, call_id: str = "call00001") -> tuple[Message, Message]:
+    call = {"id": call_id, "type": "function", "function": {"name": "f", "arguments": arguments}}
+    result = {"role": "tool", "tool_call_id": call_id, "name": "f", "content": "result"}
     return {"role": "assistant", "content": "", "tool_calls": [call]}, result
 
 
@@ -72,6 +80,15 @@ def normalise(messages: Sequence[Mapping[str, Any]], shape: Shape) -> list[Messa
         raise UserError("messages is empty; send at least one message")
     normal = [_normal(message, f"messages[{i}]", shape) for i, message in enumerate(messages)]
     return normal if shape.takes_system else _without_system(normal)
+
+
+def odd_arguments(messages: Sequence[Message], shape: Shape) -> str | None:
+    """Where the first call is whose arguments are not the JSON object that the template wants; None if all are."""
+    for i, message in enumerate(messages):
+        for j, call in enumerate(message.get("tool_calls", [])):
+            if shape.wants_objects and not isinstance(call.get("function", call).get("arguments"), dict):
+                return f"messages[{i}].tool_calls[{j}].function.arguments"
+    return None
 
 
 def copied(value: Any, where: str) -> Any:
@@ -97,7 +114,24 @@ def _normal(message: Any, where: str, shape: Shape) -> Message:
         raise UserError(f"{where}.tool_calls is no list of objects")
     if calls:
         normal["tool_calls"] = [_call(call, shape) for call in calls]
-    return normal
+    if shape.wants_short_ids and isinstance(call_id := normal.get("tool_call_id"), str):
+        normal["tool_call_id"] = _short_id(call_id)
+    return _with_thinking(normal) if shape.takes_thinking and "reasoning_content" in normal else normal
+
+
+def _with_thinking(message: Message) -> Message:
+    """Thoughts under the other name. Beside a call, what was said joins them: such templates take one of the two."""
+    thinking, content = message["reasoning_content"], message["content"]
+    renamed = {key: value for key, value in message.items() if key != "reasoning_content"}
+    if "tool_calls" not in message or not content:
+        return renamed | {"thinking": thinking}
+    return renamed | {"thinking": f"{thinking}\n{content}", "content": ""}
+
+
+def _short_id(call_id: str) -> str:
+    """Nine letters and digits that stand for an id; one that is so already stays."""
+    is_short = len(call_id) == 9 and call_id.isascii() and call_id.isalnum()
+    return call_id if is_short else hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:9]
 
 
 def _content(content: Any, where: str, shape: Shape, is_user: bool) -> str | list[Message]:
@@ -122,6 +156,8 @@ def _part_text(part: Any, where: str) -> str:
 
 def _call(call: Message, shape: Shape) -> Message:
     """A tool call with arguments in the template's form; in OpenAI's form they are under `function`."""
+    if shape.wants_short_ids and isinstance(call_id := call.get("id"), str):
+        call = call | {"id": _short_id(call_id)}
     if isinstance(call.get("function"), dict):
         return call | {"function": _with_arguments(call["function"], shape)}
     return _with_arguments(call, shape)
