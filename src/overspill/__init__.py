@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from overspill.engine.request import SamplingParams
+    from overspill.engine.params import SamplingParams
     from overspill.errors import UserError
     from overspill.llm import LLM
     from overspill.options import Options

@@ -86,7 +86,7 @@ def run(
 ) -> None:
     """Continue a prompt."""
     from overspill.commands.run import run_prompt
-    from overspill.engine.request import SamplingParams
+    from overspill.engine.params import SamplingParams
 
     params = SamplingParams(
         temperature=temperature,

@@ -25,7 +25,8 @@ from overspill.device.lane import Lane
 from overspill.device.topology import measure
 from overspill.engine.engine import Engine
 from overspill.engine.loop import EngineLoop, EventStream
-from overspill.engine.request import DoneEvent, Request, SamplingParams, Timings, TokenEvent
+from overspill.engine.params import SamplingParams
+from overspill.engine.request import DoneEvent, Request, Timings, TokenEvent
 from overspill.errors import UserError
 from overspill.gguf import open_gguf
 from overspill.gguf.source import ModelSource
@@ -164,8 +165,8 @@ class LLM:
                         self.cancel(event.request_id)
                 elif isinstance(event, DoneEvent):
                     done = event
-        if done.reason == "error":
-            raise RuntimeError(f"{self.source.name}: {done.message}")
+        if done.reason in ("error", "refused"):
+            raise (RuntimeError if done.reason == "error" else UserError)(f"{self.source.name}: {done.message}")
         reason = "stop" if is_stopped else done.reason
         return Completion("".join(pieces) + text.finish(), tokens, len(ids), reason, done.timings)
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from overspill.engine.loop import EngineStopped
-from overspill.engine.request import DoneEvent, Request, SamplingParams, TokenEvent
+from overspill.engine.params import SamplingParams
+from overspill.engine.request import DoneEvent, Request, TokenEvent
 from overspill.errors import UserError
 from overspill.llm import LLM
 from tests.helpers.plain import DATA, SHARED

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from overspill.engine.request import SamplingParams
+from overspill.engine.params import SamplingParams
 from overspill.errors import UserError
 from overspill.llm import LLM
 from tests.helpers import gguf_cases as cases

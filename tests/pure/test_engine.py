@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from overspill.engine.engine import Engine
-from overspill.engine.request import DoneEvent, ProgressEvent, Request, SamplingParams, TokenEvent
+from overspill.engine.params import SamplingParams
+from overspill.engine.request import DoneEvent, ProgressEvent, Request, TokenEvent
 from overspill.engine.sampler import Sampler
 from overspill.engine.scheduler import ContextOverflow, PrefixReuse
 from overspill.errors import UserError

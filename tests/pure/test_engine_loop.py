@@ -9,7 +9,8 @@ import pytest
 
 from overspill.engine.engine import Engine
 from overspill.engine.loop import EngineLoop, EngineStopped
-from overspill.engine.request import DoneEvent, ProgressEvent, Request, SamplingParams, TokenEvent
+from overspill.engine.params import SamplingParams
+from overspill.engine.request import DoneEvent, ProgressEvent, Request, TokenEvent
 from overspill.errors import UserError
 from tests.helpers.hash_model import HashModel
 

@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from overspill.engine.request import SamplingParams, Timings
+from overspill.engine.params import SamplingParams
+from overspill.engine.request import Timings
 from overspill.errors import UserError
 
 NAN, INF = math.nan, math.inf

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overspill.engine.request import Request, SamplingParams
+from overspill.engine.params import SamplingParams
+from overspill.engine.request import Request
 from overspill.engine.scheduler import ContextOverflow, PrefixReuse, Scheduler, output_slots
 from overspill.errors import UserError
 from overspill.pipeline.wave import Segment, Wave

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from overspill.engine.request import SamplingParams
-from overspill.engine.sampler import BadLogits, Sampler, largest
+from overspill.engine.candidates import largest
+from overspill.engine.params import SamplingParams
+from overspill.engine.sampler import BadLogits, NoTokenLeft, Sampler
 
 FLOAT_MAX = float(np.finfo(np.float32).max)
 
@@ -238,7 +239,7 @@ def test_nothing_but_minus_infinity_raises():
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_banning_all_that_is_left_raises(temperature):
     p = params(temperature=temperature, logit_bias=((1, -math.inf),))
-    with pytest.raises(BadLogits, match="no token is left"):
+    with pytest.raises(NoTokenLeft, match="no token is left"):
         Sampler(p, seed=0, banned_ids=frozenset({0})).sample(logits_of(1.0, 2.0, -np.inf), ())
 
 
@@ -266,3 +267,121 @@ def test_the_logits_given_are_left_as_they_are():
     p = SamplingParams(repeat_penalty=2.0, logit_bias=((1, 5.0), (2, -math.inf)), n_probs=3)
     Sampler(p, seed=0).sample(logits, [1, 2, 3])
     assert np.array_equal(logits, before)
+
+
+# --- the chain
+
+
+def support(p: SamplingParams, logits, history=(), n_draws: int = 600) -> set[int]:
+    sampler = Sampler(p, seed=1)
+    return {sampler.sample(logits, history).id for _ in range(n_draws)}
+
+
+def test_samplers_run_in_the_order_given():
+    """At temperature 3 first, 80 % takes more tokens than at temperature 1."""
+    logits = logits_of(*np.log([0.6, 0.2, 0.1, 0.05, 0.05]))
+    cubes = np.array([0.6, 0.2, 0.1, 0.05, 0.05]) ** (1 / 3)
+    reached = np.cumsum(cubes / cubes.sum())
+    n_hot = int((reached < 0.75).sum()) + 1
+    assert support(params(top_p=0.75, temperature=3.0), logits) == {0, 1}
+    hot_first = params(top_p=0.75, temperature=3.0, samplers=("temperature", "top_p"))
+    assert support(hot_first, logits) == set(range(n_hot))
+    assert n_hot > 2
+
+
+def test_a_sampler_that_is_not_listed_does_nothing():
+    logits = random_logits(20, seed=2)
+    p = params(temperature=0.0, top_k=3, repeat_penalty=9.0, samplers=("top_k",))
+    want = set(np.argsort(-logits)[:3].tolist())
+    assert support(p, logits, list(want)) == want
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_xtc_and_typical_may_take_the_best_token_away_at_any_temperature(temperature):
+    logits = logits_of(*np.log([0.5, 0.25, 0.125, 0.0625, 0.0625]))
+    without_best = params(temperature=temperature, xtc_probability=1.0, xtc_threshold=0.2)
+    assert 0 not in support(without_best, logits)
+    assert support(params(temperature=temperature, typical_p=0.2), logits) == {1}
+
+
+def test_xtc_strikes_as_often_as_it_is_asked_to():
+    logits = logits_of(*np.log([0.5, 0.38, 0.12]))
+    sampler = Sampler(params(temperature=0.0, xtc_probability=0.3), seed=4)
+    draws = Counter(sampler.sample(logits, ()).id for _ in range(4000))
+    assert draws[2] == pytest.approx(0.3 * 4000, abs=5 * math.sqrt(4000 * 0.3 * 0.7))
+    assert draws[0] + draws[2] == 4000
+
+
+def test_dry_acts_on_greedy_choices_and_looks_as_far_back_as_it_is_told():
+    logits = logits_of(0, 0, 0, 0, 1.0, 0.9)
+    history = [1, 2, 3, 4, 0, 0, 1, 2, 3]
+
+    def greedy(n: int) -> int:
+        p = params(temperature=0, dry_multiplier=1.0, dry_penalty_last_n=n)
+        return Sampler(p, seed=0).sample(logits, history).id
+
+    assert [greedy(n) for n in (0, 7, 8, 9, -1)] == [4, 4, 5, 5, 5]  # 7 tokens hold 3 -> 4 alone
+
+
+def test_mirostat_replaces_the_other_samplers():
+    logits = random_logits(20, seed=2)
+    assert len(support(params(top_k=1, mirostat=2, mirostat_tau=20.0), logits, n_draws=2000)) > 15
+    assert len(support(params(top_k=0, mirostat=2, mirostat_tau=0.0), logits)) == 1
+
+
+def test_probabilities_after_sampling():
+    logits = random_logits(30, seed=8)
+    p = params(top_k=4, temperature=0.7, n_probs=10, post_sampling_probs=True)
+    want = plain_distribution(logits, p, [])
+    draw = Sampler(p, seed=3).sample(logits, ())
+    assert {i: math.exp(v) for i, v in draw.top} == pytest.approx(want)
+    assert math.exp(draw.logprob) == pytest.approx(want[draw.id])
+    assert [i for i, _ in draw.top] == list(want)
+    greedy = SamplingParams(temperature=0, n_probs=10, post_sampling_probs=True)
+    draw = Sampler(greedy, seed=3).sample(logits, ())
+    assert draw.top == ((draw.id, 0.0),)
+
+
+# --- constraints
+
+
+class Only:
+    """Allows some ids, and remembers what it was asked."""
+
+    def __init__(self, *ids: int) -> None:
+        self.ids, self.accepted, self.n_masks = ids, [], 0
+
+    def allows(self, token_id: int) -> bool:
+        return token_id in self.ids
+
+    def allowed(self, n_vocab: int) -> np.ndarray:
+        self.n_masks += 1
+        return np.isin(np.arange(n_vocab), self.ids)
+
+    def accept(self, token_id: int) -> None:
+        assert token_id in self.ids
+        self.accepted.append(token_id)
+
+
+def test_a_constraint_is_obeyed_and_told():
+    """The chance of a token: its own, and its share of that of all that is forbidden, as in llama.cpp."""
+    logits, only = logits_of(*np.log([0.5, 0.2, 0.2, 0.1])), Only(1, 3)
+    sampler, n_draws = Sampler(params(), seed=6, constraint=only), 6000
+    draws = Counter(sampler.sample(logits, ()).id for _ in range(n_draws))
+    want = 0.2 + 0.7 * (0.2 / 0.3)
+    assert draws[1] / n_draws == pytest.approx(want, abs=5 * math.sqrt(want * (1 - want) / n_draws))
+    assert draws[1] + draws[3] == n_draws == len(only.accepted)
+    assert only.n_masks < n_draws
+
+
+def test_a_constraint_holds_for_greedy_choices_and_small_cuts_too():
+    logits = random_logits(100, seed=1)
+    worst = int(logits.argmin())
+    assert Sampler(params(temperature=0), seed=0, constraint=Only(worst)).sample(logits, ()).id == worst
+    assert Sampler(params(top_k=1), seed=0, constraint=Only(worst)).sample(logits, ()).id == worst
+
+
+def test_a_constraint_and_bans_that_leave_nothing():
+    p = params(logit_bias=((2, -math.inf),))
+    with pytest.raises(NoTokenLeft, match="a grammar"):
+        Sampler(p, seed=0, constraint=Only(2)).sample(random_logits(5, 0), ())

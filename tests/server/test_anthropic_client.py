@@ -8,7 +8,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from overspill.engine.request import SamplingParams
+from overspill.engine.params import SamplingParams
 from tests.server.scripted import ANSWER, Says
 from tests.server.served import Served
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from overspill.engine.request import SamplingParams
+from overspill.engine.params import SamplingParams
 from tests.server.served import GREEDY, N_CTX, Served
 
 PROMPT = "The licence says that"

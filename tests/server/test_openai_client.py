@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from overspill.engine.request import SamplingParams
+from overspill.engine.params import SamplingParams
 from tests.server.served import N_CTX, Served
 
 MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a wave?"}]

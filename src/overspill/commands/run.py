@@ -12,7 +12,8 @@ from typing import Any
 
 from overspill.commands.files import check_writable, open_for_text
 from overspill.commands.screen import bar, loading_bar
-from overspill.engine.request import DoneEvent, ProgressEvent, SamplingParams, Timings, TokenEvent
+from overspill.engine.params import SamplingParams
+from overspill.engine.request import DoneEvent, ProgressEvent, Timings, TokenEvent
 from overspill.errors import UserError
 from overspill.llm import LLM
 from overspill.pipeline.trace import write_trace
@@ -92,7 +93,7 @@ def _answer(llm: LLM, ids: Sequence[int], params: SamplingParams, stop: Sequence
                         llm.cancel(event.request_id)
                 case DoneEvent():
                     answer.finish_reason, answer.timings = event.reason, event.timings
-                    if event.reason == "error":
+                    if event.reason in ("error", "refused"):
                         raise UserError(f"{llm.source.name}: {event.message}")
     if is_stopped:
         answer.finish_reason = "stop"

@@ -1,8 +1,9 @@
 """The engine: schedule a wave, run it, sample its rows, tell what happened.
 
 It owns no device: `run_wave` is given. One thread calls `step`; `submit`, `cancel` and the properties may be used from
-any thread, and take effect at the next step. A request that cannot go on (bad logits, a device error) ends alone with
-reason "error"; the engine goes on with the others. Each request gets exactly one `DoneEvent`, its last event.
+any thread, and take effect at the next step. A request that cannot go on (bad logits, a device error, no token left)
+ends alone with reason "error" or "refused"; the engine goes on with the others. Each request gets exactly one
+`DoneEvent`, its last event.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ from overspill.engine.request import (
     Timings,
     TokenEvent,
 )
-from overspill.engine.sampler import BadLogits, Draw, Sampler
+from overspill.engine.sampler import BadLogits, Draw, NoTokenLeft, Sampler
 from overspill.engine.scheduler import PrefixReuse, Scheduler, Sequence, output_slots
 from overspill.errors import UserError
 from overspill.pipeline.wave import Wave
 
 RunWave = Callable[[Wave], list[torch.Tensor]]
+_Ended = tuple[Sequence, DoneReason, str]
 
 _log = logging.getLogger(__name__)
 
@@ -167,7 +169,9 @@ class Engine:
         params = request.params
         seed = secrets.randbits(32) if params.seed is None else params.seed
         banned_ids = request.stop_ids if params.ignore_eos else frozenset[int]()
-        self._runs[request.id] = _Run(self._scheduler.add(request), Sampler(params, seed, banned_ids))
+        self._runs[request.id] = _Run(
+            self._scheduler.add(request), Sampler(params, seed, banned_ids, request.constraint)
+        )
 
     # --- one wave
 
@@ -179,18 +183,18 @@ class Engine:
         except Exception as error:
             return self._fail(sequences, error)
         prompts = [s for s in sequences if not s.is_decoding]
-        draws, bad = self._sample(wave, logits)
+        draws, ended = self._sample(wave, logits)
         finished = self._scheduler.commit(wave, {slot: draw.id for slot, draw in draws.items()})
         self._mark_done(sequences, draws)
         events: list[Event] = [_progress(s) for s in prompts]
         events += [_token(s, draws[s.slot]) for s in sequences if s.slot in draws]
         events += [self._end(s, reason) for s, reason in finished]
-        return events + [self._abort(s, message) for s, message in bad]
+        return events + [self._abort(s, reason, message) for s, reason, message in ended]
 
-    def _sample(self, wave: Wave, logits: list[torch.Tensor]) -> tuple[dict[int, Draw], list[tuple[Sequence, str]]]:
-        """Draws by slot, and the sequences whose logits were bad."""
+    def _sample(self, wave: Wave, logits: list[torch.Tensor]) -> tuple[dict[int, Draw], list[_Ended]]:
+        """Draws by slot, and the sequences that got none."""
         draws: dict[int, Draw] = {}
-        bad: list[tuple[Sequence, str]] = []
+        ended: list[_Ended] = []
         by_slot = {s.slot: s for s in self._scheduler.sequences_in(wave)}
         rows = (row for ubatch_logits in logits for row in ubatch_logits)
         for slot, logits_V in zip(output_slots(wave), rows, strict=True):
@@ -198,8 +202,10 @@ class Engine:
             try:
                 draws[slot] = self._runs[sequence.request.id].sampler.sample(logits_V, sequence.ids)
             except BadLogits as error:
-                bad.append((sequence, str(error)))
-        return draws, bad
+                ended.append((sequence, "error", str(error)))
+            except (NoTokenLeft, UserError) as error:
+                ended.append((sequence, "refused", str(error)))
+        return draws, ended
 
     def _mark_started(self, sequences: list[Sequence]) -> None:
         now_s = self._clock()
@@ -221,13 +227,13 @@ class Engine:
         """The device did not compute a wave: its requests end, and no cells anywhere are trusted any more."""
         self.failed = _one_line(error)
         _log.error("a wave of %d sequences failed", len(sequences), exc_info=error)
-        events: list[Event] = [self._abort(s, self.failed) for s in sequences]
+        events: list[Event] = [self._abort(s, "error", self.failed) for s in sequences]
         self._scheduler.forget_cells()
         return events
 
-    def _abort(self, sequence: Sequence, message: str) -> DoneEvent:
+    def _abort(self, sequence: Sequence, reason: DoneReason, message: str) -> DoneEvent:
         self._scheduler.drop(sequence, keep_cells=False)
-        return self._end(sequence, "error", message)
+        return self._end(sequence, reason, message)
 
     def _end(self, sequence: Sequence, reason: DoneReason, message: str = "") -> DoneEvent:
         run = self._runs.pop(sequence.request.id)

@@ -1,9 +1,10 @@
 """From logits to one token id.
 
-The chain is llama.cpp's, in its default order: logit_bias, penalties, top_k, top_p, min_p, temperature, draw. Because
-temperature comes last, top_p and min_p judge probabilities at temperature 1. Sums run in float64 in one thread and the
-random numbers are NumPy's PCG64, so a seed gives the same tokens whatever the number of threads (they are not the
-tokens llama.cpp draws for that seed). Logits that are not numbers never become text: they raise `BadLogits`.
+The logits get their biases, go through the request's chain of samplers (llama.cpp's, in its default order), and one
+token is drawn. Where a constraint forbids that token, the choice is made again among those it allows, as llama.cpp
+does: most tokens of a constrained answer cost no more than others. Sums run in float64 in one thread and the random
+numbers are NumPy's PCG64, so a seed gives the same tokens whatever the number of threads (they are not the tokens
+llama.cpp draws for that seed). Logits that are not numbers never become text: they raise `BadLogits`.
 
 Legend: V vocabulary, C candidates.
 """
@@ -18,23 +19,31 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from overspill.engine.request import SamplingParams, TopLogprobs
+from overspill.engine.candidates import Candidates, Doubles, drawn, largest
+from overspill.engine.chain import chain_of, is_greedy, looks_back
+from overspill.engine.constraint import Allowed, Constraint
+from overspill.engine.mirostat import mirostat_1, mirostat_2, next_mu
+from overspill.engine.params import SamplingParams
+from overspill.engine.request import TopLogprobs
 
 Floats = NDArray[np.float32]
-Doubles = NDArray[np.float64]
-Ids = NDArray[np.int64]
 
 # The largest float32; JSON has no infinity, so a logprob of -inf is reported as the lowest float, as llama-server does.
 _FLOAT_MAX = float(np.finfo(np.float32).max)
+_MOST = float(np.finfo(np.float64).max) / 4
 
 
 class BadLogits(RuntimeError):
-    """No token can be sampled from these logits: they hold NaN or +inf, or nothing but -inf."""
+    """The model gave no numbers to choose by: NaN or +inf, or nothing but -inf."""
+
+
+class NoTokenLeft(RuntimeError):
+    """The request's own settings forbid every token that the model allows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A sampled id, its logprob under the raw logits, and the likeliest (id, logprob)."""
+    """A sampled id, its logprob, and the likeliest (id, logprob)."""
 
     id: int
     logprob: float
@@ -42,113 +51,87 @@ class Draw:
 
 
 class Sampler:
-    """Samples the tokens of one request. Holds the random state, so one per request.
+    """Samples the tokens of one request. Holds the random state, mirostat's, and the constraint's: one per request.
 
     seed: of the random numbers (instead of `params.seed`, which may be None). banned_ids: never sampled.
     """
 
-    def __init__(self, params: SamplingParams, seed: int, banned_ids: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        seed: int,
+        banned_ids: frozenset[int] = frozenset(),
+        constraint: Constraint | None = None,
+    ) -> None:
         self.seed = seed
         self._params = params
+        self._constraint = constraint
         self._rng = np.random.Generator(np.random.PCG64(seed))
         self._biases = tuple((i, bias) for i, bias in params.logit_bias if bias != -math.inf)
         banned = banned_ids | {i for i, bias in params.logit_bias if bias == -math.inf}
         self._banned_ids = np.array(sorted(banned), dtype=np.int64)
+        self._is_greedy = is_greedy(params)
+        self._chain = looks_back(params) if self._is_greedy else chain_of(params)
+        self._takes_best = self._is_greedy and not (self._chain or self._biases or banned)
+        self._mu = 2 * params.mirostat_tau
 
     def sample(self, logits: torch.Tensor | Floats, history: Sequence[int]) -> Draw:
         """Choose the next token.
 
         logits: [V] float32 on the host, left as they are. history: the prompt and what was generated so far.
-        Raises BadLogits.
+        Raises BadLogits, NoTokenLeft, and the UserError of a constraint.
         """
         logits_V: Floats = logits.numpy() if isinstance(logits, torch.Tensor) else logits
         best_id = _checked_argmax(logits_V)
-        log_total = _log_sum_exp(logits_V, logits_V[best_id])
-        token_id = self._choose(self._adjusted(logits_V, history))
-        top = tuple((int(i), _logprob(logits_V[i], log_total)) for i in self._top_ids(logits_V))
-        return Draw(token_id, _logprob(logits_V[token_id], log_total), top)
+        left, place = self._chosen(logits_V, history, None)
+        if self._constraint is not None:
+            if not self._constraint.allows(int(left.ids[place])):
+                left, place = self._chosen(logits_V, history, self._constraint.allowed(len(logits_V)))
+            self._constraint.accept(int(left.ids[place]))
+        if self._params.mirostat:
+            chance = float(left.probabilities[place])
+            self._mu = next_mu(self._mu, chance, self._params.mirostat_tau, self._params.mirostat_eta)
+        return self._told(logits_V, best_id, left, place)
 
-    def _top_ids(self, logits_V: Floats) -> Ids:
-        n_probs = self._params.n_probs
-        return largest(logits_V, n_probs) if n_probs else np.empty(0, np.int64)
+    def _chosen(self, logits_V: Floats, history: Sequence[int], allowed: Allowed | None) -> tuple[Candidates, int]:
+        """What the chain leaves, and the place of the token that was drawn."""
+        if self._takes_best and allowed is None:
+            return Candidates(np.array([logits_V.argmax()]), np.zeros(1)), 0
+        c = self._candidates(logits_V, allowed)
+        for step in self._chain:
+            c = step(c, history, self._rng)
+        if self._is_greedy:
+            return c, int(c.logits.argmax())
+        if self._params.mirostat == 1:
+            c = mirostat_1(c, self._mu, len(logits_V))
+        elif self._params.mirostat == 2:
+            c = mirostat_2(c, self._mu)
+        return c, drawn(c, self._rng.random())
 
-    def _adjusted(self, logits_V: Floats, history: Sequence[int]) -> Floats:
-        """The logits after bias, penalties and bans; a copy unless nothing changes them."""
-        p = self._params
-        window = history[-p.repeat_last_n :] if p.repeat_last_n else ()
-        is_penalised = p.repeat_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
-        if not (self._biases or self._banned_ids.size or (is_penalised and window)):
-            return logits_V
-        adjusted_V = logits_V.copy()
+    def _candidates(self, logits_V: Floats, allowed: Allowed | None) -> Candidates:
+        """The tokens that may come at all, their biases added."""
+        biased_V: Doubles = logits_V.astype(np.float64)
         for token_id, bias in self._biases:
-            _store(adjusted_V, np.array([token_id]), np.float64(adjusted_V[token_id]) + np.array([bias]))
-        if is_penalised and window:
-            ids, counts = np.unique(np.array(window, dtype=np.int64), return_counts=True)
-            _store(adjusted_V, ids, penalised(adjusted_V[ids].astype(np.float64), counts, p))
-        adjusted_V[self._banned_ids] = -np.inf
-        return adjusted_V
+            biased_V[token_id] = np.clip(biased_V[token_id] + bias, -_MOST, _MOST)
+        is_left = logits_V > -np.inf
+        is_left[self._banned_ids] = False
+        if allowed is not None:
+            is_left &= allowed
+        ids = np.flatnonzero(is_left)
+        if not ids.size:
+            raise NoTokenLeft("no token is left to sample: logit_bias, ignore_eos or a grammar forbid all there are")
+        return Candidates(ids, biased_V[ids])
 
-    def _choose(self, logits_V: Floats) -> int:
-        best_id = int(logits_V.argmax())
-        if logits_V[best_id] == -np.inf:
-            raise BadLogits("no token is left to sample: logit_bias or ignore_eos bans all that the model allows")
-        if self._params.temperature == 0:
-            return best_id
-        ids, relative_C = _candidates(logits_V, self._params)
-        with np.errstate(over="ignore"):  # a tiny temperature sends all but the best to -inf, which is meant
-            cumulative_C = np.cumsum(np.exp(relative_C / self._params.temperature))
-        return int(ids[np.searchsorted(cumulative_C, self._rng.random() * cumulative_C[-1])])
-
-
-def largest(values: Floats, k: int) -> Ids:
-    """Ids of the k largest values, descending, the lower id first on ties. values: [V], without NaN."""
-    n = len(values)
-    if k < n:
-        # The k-th value does not depend on how partition breaks ties; the ids it would choose do.
-        ids = np.flatnonzero(values >= np.partition(values, n - k)[n - k])
-    else:
-        ids = np.arange(n)
-    return ids[np.argsort(-values[ids], kind="stable")[:k]]
-
-
-def penalised(logits: Doubles, counts: Ids, params: SamplingParams) -> Doubles:
-    """Logits of tokens that occur `counts` times in the window: divided (or, below 0, multiplied) by repeat_penalty,
-    then less counts * frequency_penalty + presence_penalty. Source: llama.cpp's sampler "penalties"."""
-    with np.errstate(over="ignore"):  # the result is brought back into float32's range when it is stored
-        scaled = np.where(logits > 0, logits / params.repeat_penalty, logits * params.repeat_penalty)
-    less: Doubles = scaled - (counts * params.frequency_penalty + params.presence_penalty)
-    return less
-
-
-def _candidates(logits_V: Floats, params: SamplingParams) -> tuple[Ids, Doubles]:
-    """Ids that pass top_k, top_p and min_p, and their logits less the largest.
-
-    top_p and min_p both keep a prefix of the descending order, so min_p, which needs no order, thins before the sort.
-    """
-    ids = largest(logits_V, params.top_k) if params.top_k else np.arange(len(logits_V))
-    logits_C = logits_V[ids]
-    relative_C = logits_C.astype(np.float64) - np.float64(logits_C.max())
-    kept = np.flatnonzero(relative_C >= math.log(params.min_p)) if params.min_p else np.arange(len(ids))
-    if params.top_p < 1:
-        kept = _nucleus(logits_C, np.exp(relative_C), kept, params.top_p)
-    return ids[kept], relative_C[kept]
-
-
-def _nucleus(logits_C: Floats, weights_C: Doubles, kept: Ids, top_p: float) -> Ids:
-    """The fewest of `kept`, likeliest first, whose share of all weights reaches top_p; all of them if none do."""
-    wanted = top_p * weights_C.sum()
-    n_sorted = 256  # mostly enough: a whole vocabulary takes long to sort
-    while True:
-        order = kept[largest(logits_C[kept], n_sorted)]
-        reached = np.cumsum(weights_C[order])
-        if reached[-1] >= wanted or n_sorted >= len(kept):
-            return order[: np.searchsorted(reached, wanted) + 1]
-        n_sorted *= 16
-
-
-def _store(logits_V: Floats, ids: Ids, values: Doubles) -> None:
-    with np.errstate(over="ignore"):  # below float32's range is -inf, probability 0 either way; above it is a number
-        logits_V[ids] = np.minimum(values, _FLOAT_MAX)
+    def _told(self, logits_V: Floats, best_id: int, left: Candidates, place: int) -> Draw:
+        n, token_id = self._params.n_probs, int(left.ids[place])
+        if self._params.post_sampling_probs:
+            only = left.take(np.array([place])) if self._is_greedy else left
+            logprobs = np.log(np.maximum(only.probabilities, np.finfo(np.float64).tiny))
+            top = tuple((int(only.ids[i]), float(logprobs[i])) for i in largest(only.logits, n)) if n else ()
+            return Draw(token_id, float(logprobs[only.ids == token_id][0]), top)
+        log_total = _log_sum_exp(logits_V, logits_V[best_id])
+        top = tuple((int(i), _logprob(logits_V[i], log_total)) for i in largest(logits_V, n)) if n else ()
+        return Draw(token_id, _logprob(logits_V[token_id], log_total), top)
 
 
 def _checked_argmax(logits_V: Floats) -> int:

@@ -7,6 +7,7 @@ makes no difference. Tokens of a stop string that is cut off have no logprobs.
 from __future__ import annotations
 
 import codecs
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -33,7 +34,8 @@ class _Pending(NamedTuple):
 
 
 class Answer:
-    """index: its place among the choices. shown_ids: control tokens to be seen. Feed it until `done` is set."""
+    """index: its place among the choices. shown_ids: control tokens to be seen. has_probs: logprobs are told as
+    probabilities. Feed it until `done` is set."""
 
     def __init__(
         self,
@@ -44,6 +46,7 @@ class Answer:
         *,
         shown_ids: frozenset[int],
         has_logprobs: bool,
+        has_probs: bool = False,
     ) -> None:
         self.index = index
         self.prompt_ids = prompt_ids
@@ -51,6 +54,7 @@ class Answer:
         self.logprobs: list[dict[str, Any]] = []
         self.done: DoneEvent | None = None
         self.has_logprobs = has_logprobs
+        self._has_probs = has_probs
         self._tokenizer = tokenizer
         self._shown_ids = shown_ids
         self._stream = TextStream(tokenizer, stop, shown_ids=shown_ids)
@@ -107,7 +111,9 @@ class Answer:
 
     def _remember(self, event: TokenEvent) -> None:
         entry = self._entry(event.token_id, event.logprob)
-        entry["top_logprobs"] = [self._entry(token_id, logprob) for token_id, logprob in event.top]
+        entry["top_probs" if self._has_probs else "top_logprobs"] = [
+            self._entry(token_id, logprob) for token_id, logprob in event.top
+        ]
         start = self._n_chars
         if not event.is_stop:
             piece = self._tokenizer.piece(event.token_id, special=event.token_id in self._shown_ids)
@@ -117,4 +123,5 @@ class Answer:
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         data = self._tokenizer.piece(token_id, special=True)
-        return {"id": token_id, "token": data.decode("utf-8", "replace"), "bytes": list(data), "logprob": logprob}
+        chance = {"prob": math.exp(logprob)} if self._has_probs else {"logprob": logprob}
+        return {"id": token_id, "token": data.decode("utf-8", "replace"), "bytes": list(data), **chance}

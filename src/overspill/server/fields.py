@@ -82,32 +82,40 @@ class SamplingFields(Body):
     stop: Texts = []
     ignore_eos: Flag = False
     temperature: NotNegative = 0.8
+    dynatemp_range: NotNegative = 0.0
+    dynatemp_exponent: NotNegative = 1.0
     top_k: Clamped = 40
     top_p: Share = 0.95
     min_p: Share = 0.05
+    typical_p: Share = 1.0
+    top_n_sigma: Number = -1.0
+    min_keep: Clamped = 0
+    xtc_probability: Share = 0.0
+    xtc_threshold: Share = 0.1
     repeat_last_n: Whole = Field(64, ge=0)
     repeat_penalty: Number = Field(1.0, gt=0)
     presence_penalty: Number = 0.0
     frequency_penalty: Number = 0.0
+    dry_multiplier: NotNegative = 0.0
+    dry_base: Number = 1.75
+    dry_allowed_length: Clamped = 2
+    dry_penalty_last_n: Whole = Field(64, ge=-1)
+    dry_sequence_breakers: list[str] = Field(["\n", ":", '"', "*"], min_length=1)
+    mirostat: Whole = Field(0, ge=0, le=2)
+    mirostat_tau: NotNegative = 5.0
+    mirostat_eta: NotNegative = 0.1
+    samplers: list[str] | str | None = None
     seed: Whole = -1
     logit_bias: list[Any] | dict[str, Any] = []
     return_progress: Flag = False
     return_tokens: Flag = False
+    post_sampling_probs: Flag = False
 
     # Known, and refused where they would change the answer.
-    dynatemp_range: Number = 0.0
-    top_n_sigma: Number = -1.0
-    typical_p: Number = 1.0
-    xtc_probability: Number = 0.0
-    dry_multiplier: Number = 0.0
-    mirostat: Whole = 0
-    min_keep: Whole = 0
-    samplers: list[str] | str | None = None
     grammar: str = ""
     json_schema: Any = None
     t_max_predict_ms: Number = -1
     n_indent: Whole = 0
-    post_sampling_probs: Flag = False
     response_fields: list[str] = []
     lora: list[Any] = []
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from overspill.engine.loop import EventStream
-from overspill.engine.request import DoneEvent, Event, ProgressEvent, SamplingParams, TokenEvent
+from overspill.engine.params import SamplingParams
+from overspill.engine.request import DoneEvent, Event, ProgressEvent, TokenEvent
 from overspill.engine.scheduler import ContextOverflow
 from overspill.server.answers import Answer, Piece
 from overspill.server.errors import ApiError
@@ -69,7 +70,15 @@ class Generation:
         prompts = [ids for ids in job.prompts for _ in range(job.n)]
         tokenizer = self._llm.tokenizer
         self.answers = [
-            Answer(tokenizer, i, ids, job.stop, shown_ids=job.shown_ids, has_logprobs=job.has_logprobs)
+            Answer(
+                tokenizer,
+                i,
+                ids,
+                job.stop,
+                shown_ids=job.shown_ids,
+                has_logprobs=job.has_logprobs,
+                has_probs=job.params.post_sampling_probs,
+            )
             for i, ids in enumerate(prompts)
         ]
         try:
@@ -154,7 +163,7 @@ def _check_size(job: Job, n_slots: int) -> None:
 
 
 def _check_end(done: DoneEvent, *, is_stopped: bool) -> None:
-    if done.reason == "error":
-        raise ApiError(500, done.message)
+    if done.reason in ("error", "refused"):
+        raise ApiError(500 if done.reason == "error" else 400, done.message)
     if done.reason == "cancelled" and not is_stopped:
         raise ApiError(503, "the request was cancelled: the server is shutting down")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from overspill.engine.request import SamplingParams
+from overspill.engine.params import SamplingParams
 from overspill.server.answers import Answer, Piece
 from overspill.server.fields import NativeBody
 from overspill.server.formats import UnnamedEvents, progress_dict, timings_dict
@@ -72,7 +72,11 @@ class NativeFormat(UnnamedEvents):
             "tokens_predicted": len(answer.token_ids),
             "tokens_evaluated": len(answer.prompt_ids),
             "generation_settings": settings_dict(self._job.params, self._body.stop)
-            | {"stream": self._body.stream, "seed": self._seed(answer)},
+            | {
+                "stream": self._body.stream,
+                "seed": self._seed(answer),
+                "dry_sequence_breakers": self._body.dry_sequence_breakers,
+            },
             "prompt": self._tokenizer.decode(answer.prompt_ids, skip_special=False),
             "has_new_line": "\n" in answer.text,
             "truncated": answer.is_limited and len(answer.token_ids) != self._job.params.max_tokens,
@@ -94,20 +98,35 @@ def settings_dict(params: SamplingParams, stop: Sequence[str] = ()) -> dict[str,
     return {
         "seed": RANDOM_SEED if params.seed is None else params.seed,
         "temperature": params.temperature,
+        "dynatemp_range": params.dynatemp_range,
+        "dynatemp_exponent": params.dynatemp_exponent,
         "top_k": params.top_k,
         "top_p": params.top_p,
         "min_p": params.min_p,
+        "top_n_sigma": params.top_n_sigma,
+        "typical_p": params.typical_p,
+        "xtc_probability": params.xtc_probability,
+        "xtc_threshold": params.xtc_threshold,
         "repeat_last_n": params.repeat_last_n,
         "repeat_penalty": params.repeat_penalty,
         "presence_penalty": params.presence_penalty,
         "frequency_penalty": params.frequency_penalty,
+        "dry_multiplier": params.dry_multiplier,
+        "dry_base": params.dry_base,
+        "dry_allowed_length": params.dry_allowed_length,
+        "dry_penalty_last_n": params.dry_penalty_last_n,
+        "mirostat": params.mirostat,
+        "mirostat_tau": params.mirostat_tau,
+        "mirostat_eta": params.mirostat_eta,
         "stop": list(stop),
         "max_tokens": params.max_tokens,
         "n_predict": params.max_tokens,
         "ignore_eos": params.ignore_eos,
         "logit_bias": [{"token": i, "bias": bias if bias > -1e38 else False} for i, bias in params.logit_bias],
         "n_probs": params.n_probs,
-        "samplers": ["penalties", "top_k", "top_p", "min_p", "temperature"],
+        "min_keep": params.min_keep,
+        "samplers": list(params.samplers),
+        "post_sampling_probs": params.post_sampling_probs,
     }
 
 

@@ -81,6 +81,6 @@ def _logprobs(entries: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "content": entries,
         "tokens": [entry["token"] for entry in entries],
-        "token_logprobs": [entry["logprob"] for entry in entries],
-        "top_logprobs": [{top["token"]: top["logprob"] for top in entry["top_logprobs"]} for entry in entries],
+        "token_logprobs": [entry.get("logprob") for entry in entries],
+        "top_logprobs": [{top["token"]: top["logprob"] for top in entry.get("top_logprobs", ())} for entry in entries],
     }

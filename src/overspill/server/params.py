@@ -6,14 +6,16 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from overspill.engine.request import SamplingParams
+from overspill.engine.params import SamplingParams
 from overspill.server.errors import ApiError
 from overspill.server.fields import ChatBody, SamplingFields, TextBody
 from overspill.server.prompts import checked_id
+from overspill.server.samplers import samplers_of
+from overspill.text.breakers import breakers_of
 from overspill.text.tokenizer import Tokenizer
 
 RANDOM_SEED = 2**32 - 1
-_DEFAULT_SAMPLERS = ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"]
+_DRY_BASE = 1.75
 _TOP_LOGPROBS = 20
 
 
@@ -23,37 +25,45 @@ def sampling_params(body: SamplingFields, tokenizer: Tokenizer, *, n_probs: int)
         raise ApiError(400, f"Field '{field}': not supported by this server; leave it out")
     return SamplingParams(
         temperature=body.temperature,
+        dynatemp_range=body.dynatemp_range,
+        dynatemp_exponent=body.dynatemp_exponent,
         top_k=body.top_k,
         top_p=body.top_p,
         min_p=body.min_p,
+        typical_p=body.typical_p,
+        top_n_sigma=body.top_n_sigma,
+        min_keep=body.min_keep,
+        xtc_probability=body.xtc_probability,
+        xtc_threshold=body.xtc_threshold,
         repeat_penalty=body.repeat_penalty,
         repeat_last_n=body.repeat_last_n,
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
+        dry_multiplier=body.dry_multiplier,
+        dry_base=body.dry_base if body.dry_base >= 1 else _DRY_BASE,
+        dry_allowed_length=body.dry_allowed_length,
+        dry_penalty_last_n=body.dry_penalty_last_n,
+        dry_breakers=_breakers(body, tokenizer),
+        mirostat=body.mirostat,
+        mirostat_tau=body.mirostat_tau,
+        mirostat_eta=body.mirostat_eta,
+        samplers=samplers_of(body.samplers),
         seed=_seed(body.seed),
         max_tokens=body.most_tokens,
         ignore_eos=body.ignore_eos,
         logit_bias=tuple(_biases(tokenizer, body.logit_bias)),
         n_probs=n_probs,
+        post_sampling_probs=body.post_sampling_probs,
     )
 
 
 def unserved_fields(body: SamplingFields) -> Iterator[str]:
     """Fields whose values ask for what this server does not do."""
     asked = {
-        "dynatemp_range": body.dynatemp_range > 0,
-        "top_n_sigma": body.top_n_sigma > 0,
-        "typical_p": 0 <= body.typical_p < 1,
-        "xtc_probability": body.xtc_probability > 0,
-        "dry_multiplier": body.dry_multiplier > 0,
-        "mirostat": body.mirostat != 0,
-        "min_keep": body.min_keep > 0,
-        "samplers": body.samplers not in (None, [], "", _DEFAULT_SAMPLERS, "edskypmxt"),
         "grammar": body.grammar != "",
         "json_schema": body.json_schema is not None,
         "t_max_predict_ms": body.t_max_predict_ms > 0,
         "n_indent": body.n_indent > 0,
-        "post_sampling_probs": body.post_sampling_probs,
         "response_fields": bool(body.response_fields),
         "lora": bool(body.lora),
     }
@@ -77,6 +87,11 @@ def _unserved_of_chat(body: ChatBody) -> Iterator[str]:
         "continue_final_message": body.continue_final_message,
     }
     yield from (field for field, is_asked in asked.items() if is_asked)
+
+
+def _breakers(body: SamplingFields, tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    words = body.dry_sequence_breakers if body.dry_multiplier else []
+    return tuple(sequence for word in words if word for sequence in breakers_of(tokenizer, word))
 
 
 def check_tools(body: ChatBody, *, has_calls: bool) -> None:

@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from overspill.engine.engine import SlotState
-from overspill.engine.request import SamplingParams
+from overspill.engine.params import SamplingParams
 from overspill.llm import LLM
 from overspill.server.access import HostOf, MetricsOf
 from overspill.server.errors import ApiError
