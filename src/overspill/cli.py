@@ -165,12 +165,34 @@ def bench(
     schedule: Annotated[str, typer.Option("--schedule", help="schedules to compare, comma-separated")] = "auto",
     output: Annotated[str, typer.Option("--output", "-o", help="md, json, jsonl or csv")] = "md",
     text: Annotated[Path | None, typer.Option("--text", help="take prompts from this text; else random ids")] = None,
+    server: Annotated[
+        str | None, typer.Option("--server", help="measure a server that runs at this URL instead", metavar="URL")
+    ] = None,
+    clients: Annotated[str, typer.Option("--clients", help="of --server: clients at once, comma-separated")] = "1",
+    api_key: Annotated[str | None, typer.Option("--api-key", help="of --server")] = None,
     options: dict[str, Any],
 ) -> None:
-    """Measure prompt processing (pp) and generation (tg), like llama-bench."""
+    """Measure prompt processing (pp) and generation (tg), like llama-bench; or a server, as its users meet it."""
     from overspill.bench.bench import BenchRequest, bench_all
     from overspill.bench.report import OUTPUTS
+    from overspill.bench.server import ServerBench
+    from overspill.commands.bench_server import measure_server
 
+    if server is not None:
+        if options or model is not None or shape is not None:
+            raise UserError("--server: that server has its model and options; leave out -m, --shape and their options")
+        typer.echo(
+            measure_server(
+                server,
+                ServerBench.parse(
+                    n_prompt=n_prompt, n_gen=n_gen, pairs=pg or (), clients=clients, repetitions=repetitions
+                ),
+                output=output,
+                api_key=api_key,
+                text=None if text is None else _read_text(text),
+            )
+        )
+        return
     if output not in OUTPUTS:
         raise UserError(f"-o {output}: choose one of {', '.join(OUTPUTS)}")
     request = BenchRequest.parse(

@@ -61,10 +61,10 @@ class BenchRequest:
         if repetitions < 1:
             raise UserError(f"-r {repetitions}: give at least 1")
         tests = []
-        for depth in _numbers("-d", depths):
-            tests += [Test(n, 0, depth) for n in _numbers("-p", n_prompt) if n]
-            tests += [Test(0, n, depth) for n in _numbers("-n", n_gen) if n]
-            tests += [Test(*_pair(pair), depth) for pair in pairs]
+        for depth in parse_numbers("-d", depths):
+            tests += [Test(n, 0, depth) for n in parse_numbers("-p", n_prompt) if n]
+            tests += [Test(0, n, depth) for n in parse_numbers("-n", n_gen) if n]
+            tests += [Test(*parse_pair(pair), depth) for pair in pairs]
         if not tests:
             raise UserError("nothing to measure: give -p, -n or -pg a number above 0")
         for schedule in schedules.split(","):
@@ -204,7 +204,8 @@ def _facts(llm: LLM) -> dict[str, Any]:
     }
 
 
-def _numbers(flag: str, text: str) -> list[int]:
+def parse_numbers(flag: str, text: str) -> list[int]:
+    """Whole numbers, none below 0, of a flag's text."""
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
@@ -214,8 +215,9 @@ def _numbers(flag: str, text: str) -> list[int]:
     return numbers
 
 
-def _pair(text: str) -> tuple[int, int]:
-    numbers = _numbers("-pg", text)
+def parse_pair(text: str) -> tuple[int, int]:
+    """The two lengths of -pg."""
+    numbers = parse_numbers("-pg", text)
     if len(numbers) != 2 or sum(numbers) == 0:
         raise UserError(f"-pg {text}: give two numbers, prompt and generated, as in 512,128")
     return numbers[0], numbers[1]

@@ -83,9 +83,13 @@ _COLUMNS: dict[str, Callable[[Result], str]] = {
 
 def to_md(results: Iterable[Result]) -> str:
     """A markdown table."""
-    rows = [[column(r) for column in _COLUMNS.values()] for r in results]
-    widths = [max(len(row[i]) for row in [list(_COLUMNS), *rows]) for i in range(len(_COLUMNS))]
-    lines = [_row(list(_COLUMNS), widths), _row(["-" * w for w in widths], widths)]
+    return table(list(_COLUMNS), [[column(r) for column in _COLUMNS.values()] for r in results])
+
+
+def table(names: list[str], rows: list[list[str]]) -> str:
+    """A markdown table with aligned columns."""
+    widths = [max(len(row[i]) for row in [names, *rows]) for i in range(len(names))]
+    lines = [_row(names, widths), _row(["-" * w for w in widths], widths)]
     return "\n".join(lines + [_row(row, widths) for row in rows])
 
 
