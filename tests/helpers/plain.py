@@ -35,9 +35,8 @@ def plain_model(source: ModelSource, ops: Ops = ref.OPS) -> Model:
 def new_caches(model: Model, n_cells: int, *, n_slots: int = 1) -> list[KvCache]:
     """Empty caches, one for each layer."""
     shapes = [model.hparams.kv_shape(i) for i in range(model.hparams.n_layer)]
-    return [
-        KvCache.over(s, [torch.full(dims, torch.nan) for dims in s.tensor_shapes(n_slots, n_cells)]) for s in shapes
-    ]
+    tensors = [(*s.tensor_shapes(n_slots, n_cells), *s.state_shapes(n_slots)) for s in shapes]
+    return [KvCache.over(s, [torch.full(d, torch.nan) for d in dims]) for s, dims in zip(shapes, tensors, strict=True)]
 
 
 class Plain:

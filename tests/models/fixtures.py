@@ -81,4 +81,9 @@ MODELS = [
     Case("deepseek_v3"),
     Case("llama4"),
     Case("gemma3", llamacpp=1e-2),
+    Case("qwen3next", hf=1e-3, llamacpp=1e-3),
+    Case("qwen3next-mtp", hf=1e-3, llamacpp=1e-3),
+    Case("qwen35", hf=1e-3, llamacpp=1e-3),
+    Case("qwen35moe", hf=1e-3, llamacpp=1e-3),
+    Case("qwen35moe-mtp", hf=1e-3, llamacpp=1e-3),
 ]

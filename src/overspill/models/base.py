@@ -53,6 +53,10 @@ class Block:
         """`name.weight` of one dimension."""
         return self._vectors[name + ".weight"]
 
+    def values(self, name: str) -> torch.Tensor:
+        """A tensor of one dimension that is called `name` and nothing else."""
+        return self._vectors[name]
+
     def bias(self, name: str) -> torch.Tensor | None:
         """`name.bias`, None where the file has none."""
         return self._vectors.get(name + ".bias")

@@ -30,7 +30,10 @@ from overspill.models.specs import (
     qwen2moe,
     qwen3,
     qwen3moe,
+    qwen3next,
     qwen3vlmoe,
+    qwen35,
+    qwen35moe,
 )
 from overspill.models.specs.base import HParams, TensorSpec
 
@@ -51,7 +54,10 @@ _SPECS: dict[str, ModuleType] = {
     "qwen2moe": qwen2moe,
     "qwen3": qwen3,
     "qwen3moe": qwen3moe,
+    "qwen3next": qwen3next,
     "qwen3vlmoe": qwen3vlmoe,
+    "qwen35": qwen35,
+    "qwen35moe": qwen35moe,
 }
 
 

@@ -23,7 +23,6 @@ from overspill.models.layers import (
     expert_vectors,
     feed_forward,
     head_gains,
-    heads,
     is_bare,
     linear,
     linears,
@@ -65,36 +64,51 @@ class Transformer:
         block = self._blocks[i_layer]
         normed = block.ops.rms_norm(x, block.vector("attn_norm"), self.hparams.rms_eps)
         attended = self.attention(i_layer, block, normed, cache, view)
-        add_linear = block.ops.add_linear
-        if self.has_plain_residual and add_linear is not None and is_bare(block, "attn_output"):
-            return add_linear(x, attended, block.matrix("attn_output"))
-        return x + self.after_attention(block, linear(block, "attn_output", attended))
+        add_linear, output = block.ops.add_linear, self.attention_output(i_layer)
+        if self.has_plain_residual and add_linear is not None and is_bare(block, output):
+            return add_linear(x, attended, block.matrix(output))
+        return x + self.after_attention(block, linear(block, output, attended))
+
+    def attention_output(self, i_layer: int) -> str:
+        """Hook: name of the projection behind attention."""
+        return "attn_output"
 
     def attention(
         self, i_layer: int, block: Block, normed: torch.Tensor, cache: KvCache, view: UbatchView
     ) -> torch.Tensor:
         """Projections, rotation, cached attention: `[T, D]` -> `[T, H * A]`."""
+        q, k, v = linears(block, ("attn_q", "attn_k", "attn_v"), normed)
+        put = self.put_projected(i_layer, block, (q, k, v), cache, view)
+        return self.attend_cells(i_layer, block, put, cache, view)
+
+    def put_projected(
+        self,
+        i_layer: int,
+        block: Block,
+        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        cache: KvCache,
+        view: UbatchView,
+    ) -> PutHeads:
+        """For products `[T, H * A]`, `[T, G * A]`, `[T, G * B]`: norms, rotation, and into the cache."""
         hp = self.hparams
         if self.has_plain_heads and block.ops.prepare_heads is not None and self._ropes[i_layer] is not None:
-            put = self._put_prepared(i_layer, block, block.ops.prepare_heads, normed, cache, view)
-        else:
-            q, k = (heads(block, name, normed, hp.head_dim) for name in ("attn_q", "attn_k"))
-            q, k = self.norm_heads(block, q, k)
-            put = put_heads(
-                cache, *self.rotate(i_layer, block, q, k, view), heads(block, "attn_v", normed, hp.value_dim)
-            )
-        return self.attend_cells(i_layer, block, put, cache, view)
+            return self._put_prepared(i_layer, block, block.ops.prepare_heads, qkv, cache, view)
+        q, k, v = (
+            x.view(len(x), -1, dim) for x, dim in zip(qkv, (hp.head_dim, hp.head_dim, hp.value_dim), strict=True)
+        )
+        q, k = self.norm_heads(block, q, k)
+        return put_heads(cache, *self.rotate(i_layer, block, q, k, view), v)
 
     def _put_prepared(
         self,
         i_layer: int,
         block: Block,
         prepare: PrepareHeads,
-        normed: torch.Tensor,
+        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         cache: KvCache,
         view: UbatchView,
     ) -> PutHeads:
-        q, k, v = linears(block, ("attn_q", "attn_k", "attn_v"), normed)
+        q, k, v = qkv
         rope, gains = self._ropes[i_layer], head_gains(block)
         assert rope is not None
         cos, sin = view.angles(rope)

@@ -1,0 +1,86 @@
+"""Qwen3-Next: three of four layers with the gated delta rule, the fourth with gated attention; experts, one shared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from overspill.cache.kv import KvCache
+from overspill.models.base import Block, HParams, UbatchView
+from overspill.models.layers import linear, linears
+from overspill.models.recurrent import PER_HEAD, Tokens, causal_conv, delta_rule, run_segments, unit_heads
+from overspill.models.specs.qwen3next import FFN_NORM
+from overspill.models.specs.recurrent import DeltaHParams
+from overspill.models.transformer import Transformer
+from overspill.quant.dequant import dequantize
+
+
+class Model(Transformer):
+    """The plain decoder, its attention gated, or replaced by the delta rule."""
+
+    ffn_norm = FFN_NORM
+
+    def __init__(self, hparams: HParams, embedding: Block, blocks: Sequence[Block], head: Block) -> None:
+        super().__init__(hparams, embedding, blocks, head)
+        assert isinstance(hparams, DeltaHParams)
+        self._hybrid = hparams
+
+    def attention(
+        self, i_layer: int, block: Block, normed: torch.Tensor, cache: KvCache, view: UbatchView
+    ) -> torch.Tensor:
+        """`[T, D]` -> `[T, H * A]`, of attention or of the delta rule."""
+        mix = self._delta if self._hybrid.is_recurrent[i_layer] else self._gated_attention
+        return mix(i_layer, block, normed, cache, view)
+
+    def attention_output(self, i_layer: int) -> str:
+        """The projection behind."""
+        return "ssm_out" if self._hybrid.is_recurrent[i_layer] else "attn_output"
+
+    def _gated_attention(
+        self, i_layer: int, block: Block, normed: torch.Tensor, cache: KvCache, view: UbatchView
+    ) -> torch.Tensor:
+        q, k, v = linears(block, ("attn_q", "attn_k", "attn_v"), normed)
+        q, gate = (x.flatten(1) for x in q.view(len(q), -1, 2, self.hparams.head_dim).unbind(2))
+        put = self.put_projected(i_layer, block, (q, k, v), cache, view)
+        return self.attend_cells(i_layer, block, put, cache, view) * torch.sigmoid(gate)
+
+    def _delta(
+        self, i_layer: int, block: Block, normed: torch.Tensor, cache: KvCache, view: UbatchView
+    ) -> torch.Tensor:
+        hp = self._hybrid
+        qkv, z = linears(block, ("attn_qkv", "attn_gate"), normed)
+        a, b = self.decay_and_strength(block, normed)
+        g = block.values("ssm_a") * F.softplus(a + block.bias("ssm_dt"))
+        taps, rule = dequantize(block.matrix("ssm_conv1d")), hp.delta
+
+        def step(
+            rows: tuple[torch.Tensor, ...], states: tuple[torch.Tensor, ...]
+        ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+            qkv, g, beta = rows
+            before, state = states
+            mixed, before = causal_conv(qkv, before, taps)
+            q, k, v = mixed.split([rule.key_dim, rule.key_dim, rule.value_dim], -1)
+            q, k = (self.spread(unit_heads(x.unflatten(-1, (-1, rule.head_dim)), hp.rms_eps)) for x in (q, k))
+            tokens = Tokens(
+                q * rule.head_dim**-0.5, k, v.unflatten(-1, (-1, rule.head_dim)), g[..., None], beta[..., None]
+            )
+            y, state = delta_rule(tokens, state, PER_HEAD)
+            return y, (before, state)
+
+        y = run_segments(view.segments, (qkv.float(), g, torch.sigmoid(b)), cache.state, step)
+        y = block.ops.rms_norm(y, block.vector("ssm_norm"), hp.rms_eps).flatten(1)
+        return block.ops.swiglu(z, y)
+
+    def decay_and_strength(self, block: Block, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hook: what decay and strength are made of, `[T, H]` each: of each key head strengths, then decays."""
+        hp = self._hybrid.delta
+        both = linear(block, "ssm_ba", normed).float().view(len(normed), hp.n_key_heads, 2, -1)
+        b, a = both.unbind(2)
+        return a.flatten(1), b.flatten(1)
+
+    def spread(self, x: torch.Tensor) -> torch.Tensor:
+        """Hook: key heads -> value heads; neighbours share a key head."""
+        hp = self._hybrid.delta
+        return x.repeat_interleave(hp.n_heads // hp.n_key_heads, 2)
