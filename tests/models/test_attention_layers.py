@@ -9,7 +9,7 @@ from overspill.cache.cells import KvShape, Segment
 from overspill.cache.kv import KvCache
 from overspill.kernels import ref
 from overspill.models.base import UbatchView
-from overspill.models.layers import attend_cached, put_heads
+from overspill.models.layers import PlainHeads, attend_cached
 from overspill.models.llama4 import temperature
 
 N, H, A = 37, 2, 4
@@ -38,7 +38,13 @@ def test_windows_and_chunks(window: int | None, chunk: int | None, n_ubatch: int
         view = UbatchView((Segment(0, first, rows.stop - first),), torch.arange(first, rows.stop), NO_IDS)
         outputs.append(
             attend_cached(
-                ref.OPS, cache, view, put_heads(cache, q[rows], k[rows], v[rows]), scale=1.0, window=window, chunk=chunk
+                ref.OPS,
+                cache,
+                view,
+                PlainHeads(cache, q[rows], k[rows], v[rows]),
+                scale=1.0,
+                window=window,
+                chunk=chunk,
             )
         )
     pos, key = torch.arange(N)[:, None], torch.arange(N)[None]
@@ -53,7 +59,7 @@ def test_chunks_of_two_sequences_in_one_ubatch() -> None:
     segments = (Segment(1, 0, 20), Segment(0, 0, 17))
     positions = torch.cat([torch.arange(20), torch.arange(17)])
     out = attend_cached(
-        ref.OPS, cache, UbatchView(segments, positions, NO_IDS), put_heads(cache, q, k, v), scale=1.0, chunk=8
+        ref.OPS, cache, UbatchView(segments, positions, NO_IDS), PlainHeads(cache, q, k, v), scale=1.0, chunk=8
     )
     sequence = torch.tensor([1] * 20 + [0] * 17)
     pos, key = positions[:, None], positions[None]

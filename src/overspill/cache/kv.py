@@ -41,6 +41,14 @@ class KvCache:
         self.k[segment.slot, :, cells] = k_TGA.transpose(0, 1)
         self.v[segment.slot, :, cells] = v_TGB.transpose(0, 1)
 
+    def append_steps(
+        self, slots: torch.Tensor, positions: torch.Tensor, k_TGA: torch.Tensor, v_TGB: torch.Tensor
+    ) -> None:
+        """Write the key and value of each token into its own cell; slots and positions: integers `[T]`."""
+        at = (slots.long()[:, None], torch.arange(self.k.shape[1], device=self.k.device), positions.long()[:, None])
+        self.k.index_put_(at, k_TGA.to(self.k.dtype))
+        self.v.index_put_(at, v_TGB.to(self.v.dtype))
+
     def cells(self, segment: Segment) -> tuple[torch.Tensor, torch.Tensor]:
         """Where the keys `[G, T, A]` and values of a segment's tokens go."""
         cells = slice(segment.first_pos, segment.end_pos)

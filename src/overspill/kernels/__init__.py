@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -56,6 +56,59 @@ class PrepareHeads(Protocol):
         *,
         eps: float,
         is_interleaved: bool,
+    ) -> torch.Tensor: ...
+
+
+class Steps(NamedTuple):
+    """Where the tokens of a ubatch stand that has one token of each of several sequences: int32 `[T]`, on the device.
+
+    Work that takes its positions from here, and none from the host, can be recorded once and replayed for the tokens
+    that follow.
+    """
+
+    slots: torch.Tensor
+    positions: torch.Tensor
+
+
+class PrepareSteps(Protocol):
+    """`PrepareHeads` for steps: token t belongs in cell `positions[t]` of slot `slots[t]`.
+
+    caches: keys `[S, G, C, A]` and values `[S, G, C, B]` of a layer.
+    """
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        caches: tuple[torch.Tensor, torch.Tensor],
+        steps: Steps,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        gains: tuple[torch.Tensor | None, torch.Tensor | None],
+        *,
+        eps: float,
+        is_interleaved: bool,
+    ) -> torch.Tensor: ...
+
+
+class AttendSteps(Protocol):
+    """`Attention` for steps: token t sees the cells of its slot up to its own position.
+
+    q: `[T, H, A]`; k: `[S, G, C, A]`; v: `[S, G, C, B]`, the tokens' own cells filled. chunk: a token sees only its own
+    run of so many positions, counted from 0. Returns `[T, H * B]`.
+    """
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        steps: Steps,
+        *,
+        scale: float,
+        window: int | None = None,
+        chunk: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
 
@@ -111,6 +164,8 @@ class Ops:
     prepare_heads, route: several of the others at once; None where that gains nothing.
     add_linear: `y [T, N]`, `x [T, K]`, weight `[N, K]` -> y + x W^T; None likewise. linears: `linear` of one x with
     several weights; None likewise.
+    prepare_steps, attend_steps: attention whose positions lie on the device; None where nothing is recorded.
+    scratch: memory that launched work may still refer to when it is replayed.
     normed_dtype, kv_dtype: what `rms_norm` gives, and what the KV cache holds.
     rope: `x [T, H, A]`, cos and sin `[T, n_rot / 2]` -> rotated in the split-halves (NEOX) or interleaved pairing.
     """
@@ -130,5 +185,8 @@ class Ops:
     route: Route | None = None
     add_linear: Callable[[torch.Tensor, torch.Tensor, QTensor], torch.Tensor] | None = None
     linears: Callable[[torch.Tensor, Sequence[QTensor]], list[torch.Tensor]] | None = None
+    prepare_steps: PrepareSteps | None = None
+    attend_steps: AttendSteps | None = None
+    scratch: Callable[[], Sequence[torch.Tensor]] = list
     normed_dtype: torch.dtype = torch.float32
     kv_dtype: torch.dtype = torch.float32

@@ -12,7 +12,7 @@ import torch
 
 from overspill.cache.kv import KvCache
 from overspill.models.base import Block, HParams, UbatchView
-from overspill.models.layers import attend_cached, heads, linear, linear_heads, put_heads
+from overspill.models.layers import PlainHeads, attend_cached, heads, linear, linear_heads
 from overspill.models.specs.deepseek2 import LatentHParams
 from overspill.models.transformer import Transformer
 
@@ -40,7 +40,7 @@ class Model(Transformer):
         q = torch.cat([linear_heads(block, "attn_k_b", q).to(q_rot.dtype), q_rot], -1)
         k = torch.cat([latent[:, None].to(k_rot.dtype), k_rot], -1)
         gathered = attend_cached(
-            block.ops, cache, view, put_heads(cache, q, k, latent[:, None]), scale=hp.attention_scale
+            block.ops, cache, view, PlainHeads(cache, q, k, latent[:, None]), scale=hp.attention_scale
         )
         return linear_heads(block, "attn_v_b", gathered.view(T, hp.n_head, hp.n_latent)).flatten(1)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from overspill.cache.cells import Segment
 from overspill.cache.kv import KvCache
-from overspill.kernels import Ops
+from overspill.kernels import Ops, Steps
 from overspill.models.base import Block, UbatchView
 from overspill.quant.experts import ExpertVectors
 
@@ -70,18 +72,32 @@ def norm_all_heads(block: Block, q: torch.Tensor, k: torch.Tensor, eps: float) -
     return q_norm.view_as(q), norm(k.flatten(1), block.vector("attn_k_norm"), eps).view_as(k)
 
 
-PutHeads = Callable[[Segment, slice], torch.Tensor]
-"""Writes the keys and values of some rows into a segment's cells and returns their queries, `[T, H, A]`."""
+class PutHeads(Protocol):
+    """Writes keys and values into cells and returns the queries, `[T, H, A]`."""
+
+    def put(self, segment: Segment, rows: slice) -> torch.Tensor:
+        """Some rows, into the cells of a segment."""
+
+    def put_steps(self, steps: Steps) -> torch.Tensor:
+        """All rows, each into its own cell."""
 
 
-def put_heads(cache: KvCache, q_THA: torch.Tensor, k_TGA: torch.Tensor, v_TGA: torch.Tensor) -> PutHeads:
-    """For heads that are normed and rotated."""
+@dataclass(frozen=True, eq=False)
+class PlainHeads:
+    """Heads that are normed and rotated: `[T, H, A]`, `[T, G, A]`, `[T, G, B]`."""
 
-    def put(segment: Segment, rows: slice) -> torch.Tensor:
-        cache.append(segment, k_TGA[rows], v_TGA[rows])
-        return q_THA[rows]
+    cache: KvCache
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
 
-    return put
+    def put(self, segment: Segment, rows: slice) -> torch.Tensor:
+        self.cache.append(segment, self.k[rows], self.v[rows])
+        return self.q[rows]
+
+    def put_steps(self, steps: Steps) -> torch.Tensor:
+        self.cache.append_steps(steps.slots, steps.positions, self.k, self.v)
+        return self.q
 
 
 def attend_cached(
@@ -100,11 +116,17 @@ def attend_cached(
     window, sinks: see `kernels.Attention`. chunk: a token sees only its own run of so many positions, counted from 0.
     Cells that no query of a segment sees are not read.
     """
+    if view.steps is not None:
+        assert ops.attend_steps is not None
+        queries = put.put_steps(view.steps)
+        return ops.attend_steps(
+            queries, cache.k, cache.v, view.steps, scale=scale, window=window, chunk=chunk, sinks=sinks
+        )
     outputs = []
     row = 0
     for segment in view.segments if chunk is None else _cut(view.segments, chunk):
         rows = slice(row, row + segment.n_tokens)
-        queries = put(segment, rows)
+        queries = put.put(segment, rows)
         first = 0 if chunk is None else segment.first_pos // chunk * chunk
         first = first if window is None else max(first, segment.first_pos - window + 1)
         keys, values = cache.visible(segment, first)

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from overspill.cache.cells import Segment
 from overspill.cache.kv import KvCache
 from overspill.gguf.types import TensorType
-from overspill.kernels import Ops, PrepareHeads
+from overspill.kernels import Ops, Steps
 from overspill.models.base import Block, HParams, Routing, UbatchView
 from overspill.models.layers import (
     PARTS,
+    PlainHeads,
     PutHeads,
     attend_cached,
     expert_vectors,
@@ -27,13 +30,49 @@ from overspill.models.layers import (
     linear,
     linears,
     norm_each_head,
-    put_heads,
     shared_experts,
 )
 from overspill.models.rope import Rope
 from overspill.models.router import pick_experts
 from overspill.quant.experts import Activation, ExpertVectors, ExpertWeights
 from overspill.quant.qtensor import QTensor
+
+
+class _Preparation(NamedTuple):
+    """How heads become ready: weights of their norms, its epsilon, and how channels are paired in the rotation."""
+
+    gains: tuple[torch.Tensor | None, torch.Tensor | None]
+    eps: float
+    is_interleaved: bool
+
+
+@dataclass(frozen=True, eq=False)
+class _RawHeads:
+    """Products that one op norms, rotates and puts into the cache: `[T, H * A]`, `[T, G * A]`, `[T, G * B]`."""
+
+    cache: KvCache
+    ops: Ops
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    angles: tuple[torch.Tensor, torch.Tensor]
+    how: _Preparation
+
+    def put(self, segment: Segment, rows: slice) -> torch.Tensor:
+        assert self.ops.prepare_heads is not None
+        gains, eps, is_interleaved = self.how
+        cos, sin = self.angles
+        products = self.q[rows], self.k[rows], self.v[rows]
+        cells, angles = self.cache.cells(segment), (cos[rows], sin[rows])
+        return self.ops.prepare_heads(*products, cells, angles, gains, eps=eps, is_interleaved=is_interleaved)
+
+    def put_steps(self, steps: Steps) -> torch.Tensor:
+        assert self.ops.prepare_steps is not None
+        gains, eps, is_interleaved = self.how
+        caches = self.cache.k, self.cache.v
+        return self.ops.prepare_steps(
+            self.q, self.k, self.v, caches, steps, self.angles, gains, eps=eps, is_interleaved=is_interleaved
+        )
 
 
 class Transformer:
@@ -92,40 +131,25 @@ class Transformer:
         """For products `[T, H * A]`, `[T, G * A]`, `[T, G * B]`: norms, rotation, and into the cache."""
         hp = self.hparams
         if self.has_plain_heads and block.ops.prepare_heads is not None and self._ropes[i_layer] is not None:
-            return self._put_prepared(i_layer, block, block.ops.prepare_heads, qkv, cache, view)
+            return self._raw_heads(i_layer, block, qkv, cache, view)
         q, k, v = (
             x.view(len(x), -1, dim) for x, dim in zip(qkv, (hp.head_dim, hp.head_dim, hp.value_dim), strict=True)
         )
         q, k = self.norm_heads(block, q, k)
-        return put_heads(cache, *self.rotate(i_layer, block, q, k, view), v)
+        return PlainHeads(cache, *self.rotate(i_layer, block, q, k, view), v)
 
-    def _put_prepared(
+    def _raw_heads(
         self,
         i_layer: int,
         block: Block,
-        prepare: PrepareHeads,
         qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         cache: KvCache,
         view: UbatchView,
-    ) -> PutHeads:
-        q, k, v = qkv
-        rope, gains = self._ropes[i_layer], head_gains(block)
+    ) -> _RawHeads:
+        rope = self._ropes[i_layer]
         assert rope is not None
-        cos, sin = view.angles(rope)
-
-        def put(segment: Segment, rows: slice) -> torch.Tensor:
-            return prepare(
-                q[rows],
-                k[rows],
-                v[rows],
-                cache.cells(segment),
-                (cos[rows], sin[rows]),
-                gains,
-                eps=self.hparams.rms_eps,
-                is_interleaved=self.is_rope_interleaved,
-            )
-
-        return put
+        how = _Preparation(head_gains(block), self.hparams.rms_eps, self.is_rope_interleaved)
+        return _RawHeads(cache, block.ops, *qkv, view.angles(rope), how)
 
     def attend_cells(self, i_layer: int, block: Block, put: PutHeads, cache: KvCache, view: UbatchView) -> torch.Tensor:
         """Hook: keys and values enter the cache, and queries attend to what they may see of it."""
