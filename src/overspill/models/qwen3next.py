@@ -52,7 +52,9 @@ class Model(Transformer):
         hp = self._hybrid
         qkv, z = linears(block, ("attn_qkv", "attn_gate"), normed)
         a, b = self.decay_and_strength(block, normed)
-        g = block.values("ssm_a") * F.softplus(a + block.bias("ssm_dt"))
+        dt = block.bias("ssm_dt")
+        assert dt is not None
+        g = block.values("ssm_a") * F.softplus(a + dt)
         taps, rule = dequantize(block.matrix("ssm_conv1d")), hp.delta
 
         def step(

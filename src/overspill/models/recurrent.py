@@ -147,4 +147,5 @@ def _in_chunks(tokens: Tokens, state: torch.Tensor, decay: Decay) -> tuple[torch
 def _cut(x: torch.Tensor, N: int, L: int) -> torch.Tensor:
     """`[B, T, H, *]` -> `[B, H, N, L, *]`, filled up with zeros, which change nothing."""
     padded = F.pad(x, (0, 0, 0, 0, 0, N * L - x.shape[1]))
-    return padded.unflatten(1, (N, L)).permute(0, 3, 1, 2, 4).contiguous()
+    cut: torch.Tensor = padded.unflatten(1, (N, L)).permute(0, 3, 1, 2, 4)
+    return cut.contiguous()
