@@ -191,6 +191,28 @@ def test_activations_scales_and_biases(act: Activation, has_scales: bool, has_bi
     assert torch.equal(layer.run(slice(9, 30), act=act, vectors=vectors), together[9:30])
 
 
+@pytest.mark.parametrize("limit", [0.25, 0.75])
+def test_gates_within_limits_into_rows_that_are_apart(limit: float) -> None:
+    layer = Layer(TensorType.Q8_0, n=5, k=2, d=96, f=160, n_tokens=33)
+    gate, up, down = (dequantize(w).double() for w in layer.stacks())
+    expected = layer.start.double()
+    for t, (row, mix) in enumerate(zip(layer.ids.tolist(), layer.weights.double(), strict=True)):
+        for e, weight in zip(row, mix, strict=True):
+            g, u = gate[e] @ layer.x[t].double(), up[e] @ layer.x[t].double()
+            assert (g > limit).any()
+            assert (u < -limit).any()
+            hidden = torch.nn.functional.silu(g.clamp(max=limit)) * u.clamp(-limit, limit)
+            expected[t] += weight * (down[e] @ hidden)
+    wide = torch.full((33, 200), torch.nan)
+    wide[:, 40:136] = layer.start
+    vectors = ExpertVectors(limit=limit)
+    experts(layer.x, *layer.stacks(), layer.ids, layer.weights, None, wide[:, 40:136], vectors=vectors)
+    assert relative_error(wide[:, 40:136], expected) < TOLERANCE
+    assert torch.isnan(wide[:, :40]).all()
+    assert torch.isnan(wide[:, 136:]).all()
+    assert torch.equal(layer.run(vectors=vectors), wide[:, 40:136])
+
+
 def test_biases_of_the_wrong_shape_are_refused() -> None:
     layer = Layer(TensorType.Q8_0, n=2, k=1, d=32, f=64, n_tokens=3)
     with pytest.raises(ValueError, match="scales and biases must be"):

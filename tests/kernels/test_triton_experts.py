@@ -3,7 +3,7 @@
 # ruff: noqa: I001  (where Triton runs is decided before it is imported)
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -201,6 +201,21 @@ def test_contributions_are_added_in_ascending_expert_id() -> None:
         combine(out, y, ids, torch.ones(1, 3, device=DEVICE), torch.tensor(inverse, dtype=torch.int32, device=DEVICE))
         sums.append(out.item())
     assert sums == [2.0**24, 2.0**24 + 2, 2.0**24, 2.0]
+
+
+@pytest.mark.parametrize("limit", [0.25, 2.0])
+def test_gates_within_limits_into_rows_that_are_apart(limit: float) -> None:
+    p = problem(*CASES["few-tokens"])
+    p.weights = replace(p.weights, vectors=ExpertVectors(limit=limit))
+    wide = torch.full((len(p.x), 2 * D), torch.nan, device=DEVICE)
+    wide[:, 16 : 16 + D] = p.before
+    MoeOp(Workspace(DEVICE), torch.float32, may_use_torch=False)(
+        p.x, p.ids, p.mix, p.weights, p.activation, wide[:, 16 : 16 + D]
+    )
+    torch.testing.assert_close(wide[:, 16 : 16 + D], p.wanted(), rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(p.wanted(), problem(*CASES["few-tokens"]).wanted())
+    assert torch.isnan(wide[:, :16]).all()
+    assert torch.isnan(wide[:, 16 + D :]).all()
 
 
 def test_slot_maps_are_sent_once() -> None:

@@ -79,6 +79,7 @@ MODELS = [
     Case("deepseek_v2-lite", hf=1e-3, llamacpp=1e-3),
     Case("deepseek_v2-qlora"),
     Case("deepseek_v3"),
+    Case("deepseek_v4"),
     Case("llama4"),
     Case("gemma3", llamacpp=1e-2),
     Case("qwen3next", hf=1e-3, llamacpp=1e-3),

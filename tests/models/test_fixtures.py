@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
+from overspill.cache.cells import Segment
 from overspill.kernels import cpu
 from overspill.models.base import Model
+from overspill.pipeline.wave import Ubatch, Wave
 from tests.helpers.plain import Plain, plain_logits, plain_model
+from tests.helpers.reference import Reference
 from tests.models.fixtures import MODELS, Case
 
 ORACLES = ("hf", "llamacpp")
@@ -52,3 +56,22 @@ def _greedy(model: Model, ids: list[int], n: int) -> list[int]:
         tokens.append(int(plain(piece)[-1].argmax()))
         piece = tokens[-1:]
     return tokens
+
+
+@pytest.mark.parametrize("case", MODELS, ids=str)
+def test_two_sequences_in_the_same_ubatches(case: Case) -> None:
+    """Prompts 0 and 1, so many tokens of each at a time, in slots 1 and 0."""
+    prompts = [case.expected(f"input_ids_{i}").tolist() for i in range(2)]
+    reference, logits, done = Reference(case.model, n_slots=2, n_cells=133), [[], []], [0, 0]
+    for sizes in ((1, 50), (10, 3), (7, 64), (22, 1), (0, 15)):
+        segments, ids = [], []
+        for i, n in enumerate(sizes):
+            segments += [Segment(1 - i, done[i], n)] if n else []
+            ids += prompts[i][done[i] : done[i] + n]
+            done[i] += n
+        (rows,) = reference.run(Wave((Ubatch(tuple(ids), tuple(segments), tuple(range(len(ids)))),)))
+        for part, piece in zip(logits, rows.split(sizes), strict=True):
+            part.append(piece)
+    for i, parts in enumerate(logits):
+        expected = case.expected(f"llamacpp_logits_{i}")
+        np.testing.assert_allclose(torch.cat(parts).numpy(), expected, rtol=0, atol=case.tolerance("llamacpp"))

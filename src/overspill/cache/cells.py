@@ -16,12 +16,21 @@ from math import prod
 from typing import NamedTuple
 
 
+class BlockShape(NamedTuple):
+    """Numbers that a layer keeps of every `ratio` positions that follow each other: `dim` of them."""
+
+    ratio: int
+    dim: int
+
+
 class KvShape(NamedTuple):
     """What one layer keeps of a position, per kv head: `key_dim` values of the key and `value_dim` of the value.
 
     n_heads: 0 where a layer keeps nothing of positions.
     has_values: False where the value is the first `value_dim` channels of the key, and takes no room of its own
     (latent attention, arXiv:2405.04434).
+    blocks: what it keeps of positions together, such as one key for several. Like the cells of positions, blocks stay
+    when a sequence is cut back, and those that are complete there are sound.
     state: dimensions of the float32 tensors that the layer keeps of a sequence, whatever its length.
     """
 
@@ -29,6 +38,7 @@ class KvShape(NamedTuple):
     key_dim: int
     value_dim: int
     has_values: bool = True
+    blocks: tuple[BlockShape, ...] = ()
     state: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
@@ -43,15 +53,15 @@ class KvShape(NamedTuple):
 
     @property
     def n_channels(self) -> int:
-        """Numbers stored for each position."""
-        return self.n_heads * (self.key_dim + self.value_dim * self.has_values)
+        """Numbers stored for each position, a block's rounded up."""
+        n_of_blocks = sum(-(-block.dim // block.ratio) for block in self.blocks)
+        return self.n_heads * (self.key_dim + self.value_dim * self.has_values) + n_of_blocks
 
     def tensor_shapes(self, n_slots: int, n_cells: int) -> tuple[tuple[int, int, int, int], ...]:
-        """Shapes of the tensors to reserve for so many slots of so many cells: keys, and values if there are any."""
-        if self.n_heads == 0:
-            return ()
+        """Shapes of the tensors to reserve for so many slots of so many cells: keys, values, blocks, as there are."""
         dims = (self.key_dim, self.value_dim) if self.has_values else (self.key_dim,)
-        return tuple((n_slots, self.n_heads, n_cells, dim) for dim in dims)
+        cells = [(n_slots, self.n_heads, n_cells, dim) for dim in dims] if self.n_heads else []
+        return (*cells, *((n_slots, 1, n_cells // block.ratio, block.dim) for block in self.blocks))
 
     def state_shapes(self, n_rows: int) -> tuple[tuple[int, ...], ...]:
         """Shapes of the tensors to reserve for so many states."""

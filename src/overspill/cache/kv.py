@@ -20,20 +20,24 @@ class KvCache:
     """k: `[S, G, C, A]`, v: `[S, G, C, B]` (S slots, G kv heads, C cells a slot, A and B channels).
 
     v may be a view of the first B channels of k; then the values of a token are those channels of its key. Both are
-    empty where the layer keeps nothing of positions. state: `[R, ...]` each (R rows).
+    empty where the layer keeps nothing of positions. blocks: `[S, 1, C / ratio, ...]` each. state: `[R, ...]` each (R
+    rows).
     """
 
     k: torch.Tensor
     v: torch.Tensor
+    blocks: tuple[torch.Tensor, ...] = ()
     state: tuple[torch.Tensor, ...] = ()
 
     @classmethod
     def over(cls, shape: KvShape, tensors: Sequence[torch.Tensor]) -> KvCache:
         """A cache over tensors of the shapes that `KvShape.tensor_shapes` and then `state_shapes` give."""
-        cells, state = tensors[: len(tensors) - len(shape.state)], tuple(tensors[len(tensors) - len(shape.state) :])
+        n_state = len(tensors) - len(shape.state)
+        n_cells = n_state - len(shape.blocks)
+        cells, blocks, state = tensors[:n_cells], tuple(tensors[n_cells:n_state]), tuple(tensors[n_state:])
         if shape.n_heads == 0:
-            return cls(torch.empty(0), torch.empty(0), state)
-        return cls(cells[0], cells[1] if shape.has_values else cells[0][..., : shape.value_dim], state)
+            return cls(torch.empty(0), torch.empty(0), blocks, state)
+        return cls(cells[0], cells[1] if shape.has_values else cells[0][..., : shape.value_dim], blocks, state)
 
     def append(self, segment: Segment, k_TGA: torch.Tensor, v_TGB: torch.Tensor) -> None:
         """Write the keys and values of a segment's tokens into their cells."""

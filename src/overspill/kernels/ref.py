@@ -109,7 +109,10 @@ def swiglu_oai(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return g * torch.sigmoid(1.702 * g) * (u + 1.0)
 
 
-ACTIVATIONS = {Activation.SILU: swiglu, Activation.SWIGLU_OAI: swiglu_oai}
+def _activated(gate: torch.Tensor, up: torch.Tensor, activation: Activation, limit: float) -> torch.Tensor:
+    if activation is Activation.SWIGLU_OAI:
+        return swiglu_oai(gate, up)
+    return swiglu(gate.clamp(max=limit), up.clamp(-limit, limit))
 
 
 def experts(
@@ -127,7 +130,7 @@ def experts(
             continue
         rows, ranks = (ids == i_expert).nonzero(as_tuple=True)
         gate, up = (_product(x[rows], weights, part, i_expert, slot) for part in (GATE, UP))
-        y = _product(ACTIVATIONS[activation](gate, up), weights, DOWN, i_expert, slot)
+        y = _product(_activated(gate, up, activation, weights.vectors.limit), weights, DOWN, i_expert, slot)
         out.index_add_(0, rows, y * mix[rows, ranks, None])
 
 

@@ -118,7 +118,10 @@ def _check(spec: TensorSpec, info: TensorInfo) -> None:
     if info.shape != spec.shape and not is_row:
         what = "the vocabulary size does not match: " if spec.name == "token_embd.weight" else ""
         raise UserError(f"tensor {spec.name}: {what}shape {_gguf(info.shape)}, expected {_gguf(spec.shape)}")
-    if info.type.is_integer or info.type in _NEVER_STORED:
+    if spec.is_index:
+        if info.type is not TensorType.I32:
+            raise UserError(f"tensor {spec.name} is {info.type.name}, expected I32: convert the model again")
+    elif info.type.is_integer or info.type in _NEVER_STORED:
         raise UserError(f"tensor {spec.name} is {info.type.name}, a type no weight can have: convert the model again")
 
 

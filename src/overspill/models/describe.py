@@ -30,7 +30,7 @@ def model_shape(
     flops, experts = [8.0 * shape.n_state_values for shape in kv], [0] * hp.n_layer
     for spec in specs:
         role, i_layer = role_of(spec.name)
-        if i_layer is not None and len(spec.shape) > 1 and spec.name.endswith(".weight"):
+        if i_layer is not None and len(spec.shape) > 1 and spec.name.endswith(".weight") and not spec.is_index:
             share = hp.n_expert_used / hp.n_expert if role is Role.EXPERT else 1.0
             flops[i_layer] += 2.0 * prod(spec.shape) * share
             experts[i_layer] += prod(spec.shape) // hp.n_expert if role is Role.EXPERT else 0
@@ -58,7 +58,7 @@ def model_shape(
 def is_widened(info: TensorInfo) -> bool:
     """Whether a tensor is a quantised dense matrix of a layer: few bytes, read by every ubatch, better bfloat16."""
     is_dense = info.name.startswith("blk.") and info.name.endswith(".weight") and len(info.shape) == 2
-    return is_dense and info.type not in (TensorType.F32, TensorType.BF16)
+    return is_dense and info.type not in (TensorType.F32, TensorType.BF16) and not info.type.is_integer
 
 
 def dense_wide_bytes(specs: Sequence[TensorSpec], tensors: Mapping[str, TensorInfo]) -> int:

@@ -12,7 +12,7 @@ from overspill.cache.cells import Segment
 from overspill.cache.kv import KvCache
 from overspill.kernels import Ops, Steps
 from overspill.models.base import Block, UbatchView
-from overspill.quant.experts import ExpertVectors
+from overspill.quant.experts import NO_LIMIT, ExpertVectors
 
 PARTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 
@@ -159,10 +159,11 @@ def shared_experts(block: Block, x: torch.Tensor) -> torch.Tensor:
     return y * torch.sigmoid(x.float() @ block.vector("ffn_gate_inp_shexp"))[:, None]
 
 
-def expert_vectors(block: Block) -> ExpertVectors:
-    """Biases and scales of the routed experts, as far as the file has them."""
+def expert_vectors(block: Block, limit: float | None) -> ExpertVectors:
+    """Biases and scales of the routed experts, as far as the file has them. limit: see `HParams.expert_limit`."""
     gate, up, down = PARTS
     return ExpertVectors(
         (block.bias(gate), block.bias(up), block.bias(down)),
         (block.scale(gate), block.scale(up), block.scale(down)),
+        NO_LIMIT if limit is None else limit,
     )

@@ -18,6 +18,7 @@ from overspill.gguf.cursor import shown
 from overspill.gguf.keys import Keys
 from overspill.models.specs import (
     deepseek2,
+    deepseek4,
     gemma3,
     glm4moe,
     gpt_oss,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 _SPECS: dict[str, ModuleType] = {
     "deepseek2": deepseek2,
+    "deepseek4": deepseek4,
     "gemma3": gemma3,
     "glm4moe": glm4moe,
     "gpt-oss": gpt_oss,

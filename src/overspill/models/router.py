@@ -25,12 +25,21 @@ def pick_experts(
         ids = logits_TE.topk(rule.n_used, -1).indices  # the order of scores, where they do not round to equals
     else:
         ids = _best(scores if bias_E is None else scores + bias_E, rule)
-    mix = scores.gather(-1, ids)
+    return ids.int(), _mix(scores, ids, rule)
+
+
+def mix_of_chosen(logits_TE: torch.Tensor, ids_TK: torch.Tensor, rule: RouterParams) -> torch.Tensor:
+    """What experts that something else has chosen count, float32 `[T, K]`."""
+    return _mix(_scores(logits_TE.float(), rule.gating), ids_TK.long(), rule)
+
+
+def _mix(scores_TE: torch.Tensor, ids_TK: torch.Tensor, rule: RouterParams) -> torch.Tensor:
+    mix = scores_TE.gather(-1, ids_TK)
     if rule.gating is Gating.SOFTMAX_OF_CHOSEN:
         mix = mix.softmax(-1)
     if rule.is_normalised:
         mix = mix / mix.sum(-1, keepdim=True).clamp_min(_SMALLEST_SUM)
-    return ids.int(), mix if rule.scale == 1.0 else mix * rule.scale
+    return mix if rule.scale == 1.0 else mix * rule.scale
 
 
 def _scores(logits_TE: torch.Tensor, gating: Gating) -> torch.Tensor:

@@ -92,7 +92,7 @@ class Transformer:
         self._blocks = blocks
         self._head = head
         self._ropes = [_rope(hparams, i, block) for i, block in enumerate(blocks)]
-        self._vectors = [expert_vectors(block) for block in blocks]
+        self._vectors = [expert_vectors(block, hparams.expert_limit(i)) for i, block in enumerate(blocks)]
 
     def embed(self, ids: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         """Ids `[T]` -> hidden states `[T, D]`, float32. before: see `HParams.n_before`; nothing here depends on it."""

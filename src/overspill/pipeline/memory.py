@@ -119,8 +119,8 @@ class Memory:
     def _add_kv(self, i_layer: int, i_device: int) -> None:
         kept, sizes = self._hp.kv_shape(i_layer), self.sizes
         cells = [
-            self._new(i_device, shape, self._precision.kv, MemoryKind.KV, f"{name}.{i_layer}")
-            for name, shape in zip("kv", kept.tensor_shapes(sizes.n_slots, sizes.n_cells), strict=False)
+            self._new(i_device, shape, self._precision.kv, MemoryKind.KV, f"cells{i}.{i_layer}")
+            for i, shape in enumerate(kept.tensor_shapes(sizes.n_slots, sizes.n_cells))
         ]
         states = [
             self._new(i_device, shape, torch.float32, MemoryKind.KV, f"state{i}.{i_layer}")

@@ -82,7 +82,9 @@ def load(
         for i_layer, layer_specs in enumerate(by_layer):
             if layout.has_host_experts(i_layer):
                 staged[i_layer] = [s.name for s in layer_specs if _is_routed(s.name) and is_on_host(s.name)]
-                vectors[i_layer] = expert_vectors(loader.block(devices.host, _vectors(layer_specs), is_counted=False))
+                vectors[i_layer] = expert_vectors(
+                    loader.block(devices.host, _vectors(layer_specs), is_counted=False), hp.expert_limit(i_layer)
+                )
             own = [s for s in layer_specs if s.name not in staged.get(i_layer, ())]
             blocks.append(loader.block(devices.all[layout.layer_device[i_layer]], [*own, *shared]))
         embedding = loader.block(devices.all[layout.embed_device], [top["token_embd.weight"]])

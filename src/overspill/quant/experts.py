@@ -22,6 +22,7 @@ UP: Final = 1
 DOWN: Final = 2
 Vectors = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 _NO_VECTORS: Vectors = (None, None, None)
+NO_LIMIT: Final = float(np.finfo(np.float32).max)
 
 
 class Activation(StrEnum):
@@ -37,10 +38,12 @@ class ExpertVectors:
 
     Each of gate, up and down; None where the file has none. biases: float32 `[E, F]`, `[E, F]`, `[E, D]`.
     scales: float32 `[E]`. They are small, so they lie wherever their layer's experts are computed.
+    limit: before the activation `SILU`, gates are at most so large, and their other halves within it either way.
     """
 
     biases: Vectors = _NO_VECTORS
     scales: Vectors = _NO_VECTORS
+    limit: float = NO_LIMIT
 
     @property
     def is_empty(self) -> bool:

@@ -31,7 +31,7 @@ class Call(NamedTuple):
     scales, biases: float32, one of each or one row of each per expert of the layer, or 0.
     Groups of pairs with the same expert, ascending: first[g] is the first pair of group g, slots[g] the slot,
     members[g] the expert; ends[e] is where the next pair of expert e goes. Of every pair, in that order: the rows
-    of input, hidden activations and output, and the weight (float32).
+    of input, hidden activations and output, the weight, and the limit (float32). limit: one float32, in the low half.
     """
 
     i_task_hidden: int
@@ -73,10 +73,13 @@ class Call(NamedTuple):
     pair_hidden: int
     pair_outputs: int
     pair_weights: int
+    pair_limits: int
+    limit: int
     scratch: int
 
 
 _I_TASK_HIDDEN, _I_TASK_DOWN, IS_WRONG, _N_GROUPS = range(4)
+_LIMIT = Call._fields.index("limit")
 _read_call = reader(Call)
 _read_rows = reader(Rows)
 _call_multiply = caller(N_MULTIPLY_ARGS)
@@ -106,7 +109,7 @@ def group_address() -> int:
             if _slot(expert, c) >= 0:
                 i = load_i64(c.ends, expert)
                 store_i64(c.ends, expert, i + 1)
-                _place_pair(pair, i, c)
+                _place_pair(pair, i, c, load_f32(call, 2 * _LIMIT))
 
     return c_function(group_experts, 2)
 
@@ -140,13 +143,14 @@ def _place_groups(c):
 
 
 @inner
-def _place_pair(pair, i, c):
+def _place_pair(pair, i, c, limit):
     token = pair // c.n_used
     hidden = c.hidden + i * c.hidden_stride
     store_i64(c.pair_inputs, i, c.x + token * c.x_stride)
     store_i64(c.pair_hidden, i, hidden)
     store_i64(c.pair_outputs, i, c.out + token * c.out_stride)
     store_f32(c.pair_weights, i, load_f32(c.weights, pair))
+    store_f32(c.pair_limits, i, limit)
     for element in range(c.n_hidden, c.hidden_stride // 4):
         store_f32(hidden, element, np.float32(0))
 
@@ -179,7 +183,7 @@ def hidden_address() -> int:
             n, inputs = load_i64(c.first, group + 1) - first, c.pair_inputs + 8 * first
             hidden = c.pair_hidden + 8 * first
             up_row, e = up.address + (i_row + row) * up.row_bytes, load_i64(c.members, group)
-            tokens = (n, inputs, hidden, 0)
+            tokens = (n, inputs, hidden, c.pair_limits + 4 * first)
             part = (c.gate, i_row * gate.row_bytes, row, n_rows, up_row)
             adjust = (_of_expert(c.gate_scales, e, 1), _of_expert(c.gate_biases, e, c.n_hidden))
             _call_multiply(c.multiply, (*part, *adjust, *tokens, STORE, scratch))

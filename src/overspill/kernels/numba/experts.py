@@ -66,9 +66,9 @@ def experts(
     slots = None if slot_of is None else np.ascontiguousarray(slot_of, dtype=np.int32)
     n_tokens, n_at_once = x.shape[0], max(_MAX_HIDDEN_BYTES // (ids.shape[1] * _hidden_stride(w_gate)), 1)
     if n_tokens <= n_at_once:
-        return _run(x, stacks, ids, weights, slots, out, _THEN[act], adjustments)
+        return _run(x, stacks, ids, weights, slots, out, _THEN[act], adjustments, vectors.limit)
     for part in (slice(i, i + n_at_once) for i in range(0, n_tokens, n_at_once)):
-        _run(x[part], stacks, ids[part], weights[part], slots, out[part], _THEN[act], adjustments)
+        _run(x[part], stacks, ids[part], weights[part], slots, out[part], _THEN[act], adjustments, vectors.limit)
     return None
 
 
@@ -81,6 +81,7 @@ def _run(
     out: Tensor,
     then: int,
     adjustments: tuple[int, ...],
+    limit: float,
 ) -> None:
     (n_tokens, n_used), (n_slots, n_hidden, n_model) = ids.shape, stacks[0].shape
     n_experts = n_slots if slot_of is None else len(slot_of)
@@ -131,6 +132,8 @@ def _run(
         pair_hidden=pairs + 8 * n_pairs,
         pair_outputs=pairs + 8 * 2 * n_pairs,
         pair_weights=pairs + 8 * 3 * n_pairs,
+        pair_limits=pairs + 8 * 3 * n_pairs + 4 * n_pairs,
+        limit=int(np.float32(limit).view(np.int32)),
         scratch=WORKSPACE.memory("scratch", n_threads * SCRATCH_BYTES).address,
     )
     call.write(fields + describe(stacks[0]) + describe(stacks[1]) + describe(stacks[2]))

@@ -50,16 +50,21 @@ def add_products(typing_context, out, products, weight):
 
 
 @intrinsic
-def gate_silu(typing_context, out, products):
-    """out[:] = silu(out) * products, where out holds the gate: silu(g) = g / (1 + exp(-g))."""
+def gate_silu(typing_context, out, products, limit):
+    """out[:] = silu(g) * u: g = min(out, limit), where out holds the gate, u = products within [-limit, limit].
+
+    silu(g) = g / (1 + exp(-g)).
+    """
 
     def codegen(context, builder, signature, args):
         e, out, products = _open(builder, args)
-        gate = e.floats(out, 0, n=TILE_ROWS)
-        e.store(_swish(e, gate, 1.0) * products, out, 0)
+        limit = e.splat(args[2], TILE_ROWS)
+        gate = _at_most(e, e.floats(out, 0, n=TILE_ROWS), limit)
+        up = _at_most(e, _at_most(e, products, limit) * -1.0, limit) * -1.0
+        e.store(_swish(e, gate, 1.0) * up, out, 0)
         return context.get_dummy_value()
 
-    return types.void(_N64, _N64), codegen
+    return types.void(_N64, _N64, types.float32), codegen
 
 
 @intrinsic
@@ -87,6 +92,11 @@ def exp_from(typing_context, address, top):
         return context.get_dummy_value()
 
     return types.void(_N64, types.float32), codegen
+
+
+def _at_most(e: Emitter, x: Vec, limit: Vec) -> Vec:
+    """min(x, limit); NaN stays NaN."""
+    return e.select(e.builder.fcmp_ordered(">", x.value, limit.value), limit, x)
 
 
 def _swish(e: Emitter, x: Vec, slope: float) -> Vec:

@@ -95,7 +95,10 @@ class Part(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Addresses of arrays with one entry per token: input rows, output rows (int64), weights (float32)."""
+    """Addresses of arrays with one entry per token: input rows, output rows (int64), weights (float32).
+
+    The weights are limits where the products are gated by SILU.
+    """
 
     n: int
     inputs: int
@@ -250,6 +253,6 @@ def _finish_row(out, products, tokens, i_token, then):
     elif then == ADD:
         add_products(out, products, load_f32(tokens.weights, i_token))
     elif then == SILU:
-        gate_silu(out, products)
+        gate_silu(out, products, load_f32(tokens.weights, i_token))
     else:
         gate_swiglu_oai(out, products)

@@ -8,14 +8,14 @@ order, so a row's result does not depend on the other rows, nor on how experts a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from overspill.kernels.triton.launch import Kernel, Tuning, cdiv
+from overspill.kernels.triton.norm import Gated
 from overspill.kernels.triton.sort import Sorted
 
 
@@ -34,7 +34,7 @@ def _affine(y, scale, bias, expert_of, slot, cols, N: tl.constexpr):
 def _gate_up(
     x, gate, up, hidden, order, offsets, tiles, expert_of, gate_scale, up_scale, gate_bias, up_bias,
     K: tl.constexpr, D: tl.constexpr, F: tl.constexpr, GATE_STRIDE: tl.constexpr, UP_STRIDE: tl.constexpr,
-    ACTIVATE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    ACTIVATE: tl.constexpr, LIMIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     n_col_tiles = tl.cdiv(F, BN)
     i_tile = tl.program_id(0) // n_col_tiles
@@ -68,7 +68,7 @@ def _gate_up(
     g = _affine(g, gate_scale, gate_bias, expert_of, slot, cols, F)
     u = _affine(u, up_scale, up_bias, expert_of, slot, cols, F)
     at = rows.to(tl.int64)[:, None] * F + cols[None, :]
-    tl.store(hidden + at, ACTIVATE(g, u).to(hidden.dtype.element_ty), mask=is_row[:, None] & is_col[None, :])
+    tl.store(hidden + at, ACTIVATE(g, u, LIMIT).to(hidden.dtype.element_ty), mask=is_row[:, None] & is_col[None, :])
 
 
 @triton.jit
@@ -170,7 +170,7 @@ def gate_up(
     hidden: torch.Tensor,
     extras: Extras,
     shape: Shape,
-    activate: Callable[..., Any],
+    activate: Gated,
     tile_m: int,
     tiles: Tiles | None = None,
 ) -> None:
@@ -179,7 +179,7 @@ def gate_up(
     args = (x, stacks.gate, stacks.up, hidden, rows.order, rows.offsets, rows.tiles, extras.expert_of)
     vectors = (*extras.scales[:2], *extras.biases[:2])
     strides = (stacks.gate.stride(0), stacks.up.stride(0))
-    constants = (*shape, *strides, activate, tile_m, tiles.n, tiles.k)
+    constants = (*shape, *strides, *activate, tile_m, tiles.n, tiles.k)
     grid = (len(rows.tiles) * cdiv(shape.F, tiles.n),)
     _gate_up_kernel(grid, (*args, *vectors), constants, tiles.tuning)
 

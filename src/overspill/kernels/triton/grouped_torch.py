@@ -5,14 +5,12 @@ Rows that belong to no expert here come last; torch leaves their results undefin
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 from overspill.kernels.triton.launch import Kernel, Tuning, cdiv, power_of_two
+from overspill.kernels.triton.norm import Gated
 from overspill.kernels.triton.sort import Sorted
 
 _ROWS = 4
@@ -35,7 +33,8 @@ def _gather(
 
 @triton.jit(do_not_specialize=["n_slots"])
 def _activate(
-    gate_up, out, offsets, n_slots, F: tl.constexpr, ACTIVATE: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr
+    gate_up, out, offsets, n_slots,
+    F: tl.constexpr, ACTIVATE: tl.constexpr, LIMIT: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * R + tl.arange(0, R)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -44,7 +43,7 @@ def _activate(
     there = gate_up + rows.to(tl.int64)[:, None] * (2 * F) + cols[None, :]
     gate = tl.load(there, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(there + F, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + at, ACTIVATE(gate, up).to(out.dtype.element_ty), mask=mask)
+    tl.store(out + at, ACTIVATE(gate, up, LIMIT).to(out.dtype.element_ty), mask=mask)
 
 
 _gather_kernel = Kernel(_gather)
@@ -59,12 +58,12 @@ def gather(x: torch.Tensor, rows: Sorted, n_used: int, out: torch.Tensor) -> Non
     _gather_kernel((cdiv(len(out), _ROWS), cdiv(D, block)), args, (n_used, D, _ROWS, block), _TUNING)
 
 
-def activate(gate_up: torch.Tensor, rows: Sorted, function: Callable[..., Any], out: torch.Tensor) -> None:
+def activate(gate_up: torch.Tensor, rows: Sorted, function: Gated, out: torch.Tensor) -> None:
     """out = function(gate, up). gate_up: `[T K, 2 F]`; out: `[T K, F]`."""
     F = out.shape[1]
     block = min(_MAX_BLOCK, power_of_two(F))
     args = (gate_up, out, rows.offsets, len(rows.offsets) - 1)
-    _activate_kernel((cdiv(len(out), _ROWS), cdiv(F, block)), args, (F, function, _ROWS, block), _TUNING)
+    _activate_kernel((cdiv(len(out), _ROWS), cdiv(F, block)), args, (F, *function, _ROWS, block), _TUNING)
 
 
 def products(
@@ -73,7 +72,7 @@ def products(
     down: torch.Tensor,
     rows: Sorted,
     n_used: int,
-    function: Callable[..., Any],
+    function: Gated,
     gathered: torch.Tensor,
     hidden: torch.Tensor,
 ) -> torch.Tensor:

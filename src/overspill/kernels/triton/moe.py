@@ -8,9 +8,9 @@ alone, never by where tokens went or how a layer was cut into slabs, so results 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from overspill.kernels.triton import grouped, grouped_torch
 from overspill.kernels.triton.combine import combine
 from overspill.kernels.triton.dequant import dequantize_into, plain_view
 from overspill.kernels.triton.grouped import Extras, Shape, Stacks
-from overspill.kernels.triton.norm import ACTIVATIONS
+from overspill.kernels.triton.norm import Gated, gated
 from overspill.kernels.triton.sort import Sorted, sort_pairs
 from overspill.kernels.triton.wide import gate_up_of, stacks_in, wide_bytes
 from overspill.kernels.triton.workspace import Workspace
@@ -78,7 +78,7 @@ class _Job:
 
     shape: Shape
     tile_m: int
-    activate: Callable[..., Any]
+    activate: Gated
     is_for_torch: bool
 
 
@@ -100,14 +100,14 @@ class MoeOp:
         activation: Activation,
         out: torch.Tensor,
     ) -> None:
-        """See `kernels.Experts`; `out` is float32 and contiguous, `x` of any float."""
+        """See `kernels.Experts`; `out` is float32, its rows contiguous, `x` of any float."""
         maps = self._maps.of(weights)
         x = x.to(self._dtype)
         ids, mix = ids.contiguous(), mix.contiguous()
         job = _Job(
             shape=Shape(ids.shape[1], *_widths(weights)),
             tile_m=grouped.tile_rows(ids.numel(), len(maps.slot_of)),
-            activate=ACTIVATIONS[activation],
+            activate=gated(activation, weights.vectors.limit),
             is_for_torch=self._is_for_torch(ids.numel() / len(maps.slot_of), weights),
         )
         for part in self._parts(weights):

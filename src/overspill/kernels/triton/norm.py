@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from overspill.kernels.triton.launch import Kernel, Tuning, cdiv, power_of_two
-from overspill.quant.experts import Activation
+from overspill.quant.experts import NO_LIMIT, Activation
 
 _TILE = 2048
 
@@ -41,29 +44,42 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, dtype: torch.
 
 
 @triton.jit
-def gated_silu(gate, up):
-    """silu(gate) * up, float32."""
-    return gate / (1.0 + tl.exp(-gate)) * up
+def gated_silu(gate, up, LIMIT: tl.constexpr):
+    """silu(g) * u with g = min(gate, LIMIT) and u = up clamped to LIMIT either way, float32."""
+    g = tl.minimum(gate, LIMIT)
+    return g / (1.0 + tl.exp(-g)) * tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
 
 
 @triton.jit
-def gated_oai(gate, up):
+def gated_oai(gate, up, LIMIT: tl.constexpr):
     """g sigmoid(1.702 g) (u + 1) with g = min(gate, 7) and u = up clamped to 7 either way (gpt-oss), float32."""
     g = tl.minimum(gate, 7.0)
     u = tl.minimum(tl.maximum(up, -7.0), 7.0)
     return g / (1.0 + tl.exp(-1.702 * g)) * (u + 1.0)
 
 
-ACTIVATIONS = {Activation.SILU: gated_silu, Activation.SWIGLU_OAI: gated_oai}
+class Gated(NamedTuple):
+    """A function (gate, up, limit), and the limit that it gets."""
+
+    function: Callable[..., Any]
+    limit: float
+
+
+_ACTIVATIONS = {Activation.SILU: gated_silu, Activation.SWIGLU_OAI: gated_oai}
+
+
+def gated(activation: Activation, limit: float) -> Gated:
+    """The activation of experts; limit: see `ExpertVectors`."""
+    return Gated(_ACTIVATIONS[activation], limit)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
-def _gate(gate, up, out, n_rows, WIDTH: tl.constexpr, ACTIVATE: tl.constexpr, BLOCK: tl.constexpr):
+def _gate(gate, up, out, n_rows, WIDTH: tl.constexpr, ACTIVATE: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_there = at < n_rows.to(tl.int64) * WIDTH
     g = tl.load(gate + at, mask=is_there, other=0.0).to(tl.float32)
     u = tl.load(up + at, mask=is_there, other=0.0).to(tl.float32)
-    tl.store(out + at, ACTIVATE(g, u).to(out.dtype.element_ty), mask=is_there)
+    tl.store(out + at, ACTIVATE(g, u, LIMIT).to(out.dtype.element_ty), mask=is_there)
 
 
 _gate_kernel = Kernel(_gate)
@@ -75,5 +91,5 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, *, dtype: torch.dtype) -> torch
     out = torch.empty(gate.shape, dtype=dtype, device=gate.device)
     width = gate.shape[-1]
     args = (gate, up, out, gate.numel() // width)
-    _gate_kernel((cdiv(gate.numel(), _TILE),), args, (width, gated_silu, _TILE))
+    _gate_kernel((cdiv(gate.numel(), _TILE),), args, (width, gated_silu, NO_LIMIT, _TILE))
     return out

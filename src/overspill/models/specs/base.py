@@ -6,7 +6,6 @@ with the key's full name; whoever opened the file puts its path in front (`model
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -69,9 +68,9 @@ class HParams:
         """So many tokens before it count in a token's embedding."""
         return 0
 
-    def expert_limit(self, i_layer: int) -> float:
-        """Gates of the layer's experts are clamped to this, their other halves to it either way."""
-        return math.inf
+    def expert_limit(self, i_layer: int) -> float | None:
+        """Gates of the layer's experts are at most so large, their other halves within it either way; None: any."""
+        return None
 
     def is_moe(self, i_layer: int) -> bool:
         """Whether the layer has routed experts."""
