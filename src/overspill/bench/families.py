@@ -10,7 +10,7 @@ Value = bool | int | float | str
 Values = dict[str, Value]
 
 
-def _decoder(
+def decoder(
     arch: str,
     n_layer: int,
     n_embd: int,
@@ -64,7 +64,7 @@ def llama(
     experts: tuple[int, int, int] | None = None,
 ) -> Values:
     """Llama, and Mixtral with `experts`."""
-    return _decoder(
+    return decoder(
         "llama",
         n_layer,
         n_embd,
@@ -80,12 +80,12 @@ def llama(
 
 def qwen2(n_layer: int, n_embd: int, *, heads: tuple[int, int], n_ff: int, n_vocab: int) -> Values:
     """Qwen2.5."""
-    return _decoder("qwen2", n_layer, n_embd, heads=heads, n_ff=n_ff, n_vocab=n_vocab, n_ctx=32768, rope_base=1e6)
+    return decoder("qwen2", n_layer, n_embd, heads=heads, n_ff=n_ff, n_vocab=n_vocab, n_ctx=32768, rope_base=1e6)
 
 
 def qwen3(n_layer: int, n_embd: int, *, heads: tuple[int, int], n_ff: int) -> Values:
     """Qwen3, dense."""
-    return _decoder("qwen3", n_layer, n_embd, heads=heads, n_ff=n_ff, n_vocab=151936, n_ctx=40960, rope_base=1e6)
+    return decoder("qwen3", n_layer, n_embd, heads=heads, n_ff=n_ff, n_vocab=151936, n_ctx=40960, rope_base=1e6)
 
 
 def qwen3moe(
@@ -93,7 +93,7 @@ def qwen3moe(
 ) -> Values:
     """Qwen3 with 128 experts of width `n_ff`, 8 of them used."""
     experts = (128, 8, n_ff)
-    return _decoder(
+    return decoder(
         arch, n_layer, n_embd, heads=heads, n_vocab=151936, n_ctx=262144, rope_base=rope_base, experts=experts
     )
 
@@ -102,7 +102,7 @@ def qwen2moe(
     n_layer: int, n_embd: int, *, heads: tuple[int, int], n_ff: int, experts: tuple[int, int, int], n_ff_shared: int
 ) -> Values:
     """Qwen1.5-MoE and Qwen2-MoE."""
-    return _decoder(
+    return decoder(
         "qwen2moe",
         n_layer,
         n_embd,
@@ -118,7 +118,7 @@ def qwen2moe(
 
 def gpt_oss(n_layer: int, *, n_expert: int) -> Values:
     """gpt-oss."""
-    return _decoder(
+    return decoder(
         "gpt-oss",
         n_layer,
         2880,
@@ -173,7 +173,7 @@ def deepseek(
         **_yarn(yarn[0]),
         "rope.scaling.yarn_log_multiplier": yarn[1],
     }
-    return _decoder(
+    return decoder(
         "deepseek2",
         layers[0],
         n_embd,
@@ -189,7 +189,7 @@ def deepseek(
 
 def glm4(layers: tuple[int, int], n_embd: int, *, n_ff: int, experts: tuple[int, int, int], scale: float) -> Values:
     """GLM-4.5, without its prediction layer."""
-    return _decoder(
+    return decoder(
         "glm4moe",
         layers[0],
         n_embd,
@@ -211,7 +211,7 @@ def glm4(layers: tuple[int, int], n_embd: int, *, n_ff: int, experts: tuple[int,
 
 def minimax() -> Values:
     """MiniMax-M2."""
-    return _decoder(
+    return decoder(
         "minimax-m2",
         62,
         3072,
@@ -227,7 +227,7 @@ def minimax() -> Values:
 
 def olmoe() -> Values:
     """OLMoE."""
-    return _decoder(
+    return decoder(
         "olmoe",
         16,
         2048,
@@ -243,7 +243,7 @@ def olmoe() -> Values:
 
 def granite(n_layer: int, n_embd: int, *, heads: tuple[int, int], n_expert: int) -> Values:
     """Granite 3.1 MoE."""
-    return _decoder(
+    return decoder(
         "granitemoe",
         n_layer,
         n_embd,
@@ -260,7 +260,7 @@ def granite(n_layer: int, n_embd: int, *, heads: tuple[int, int], n_expert: int)
 
 def llama4(*, n_expert: int, moe_step: int, n_ctx: int) -> Values:
     """Llama 4, its text."""
-    return _decoder(
+    return decoder(
         "llama4",
         48,
         5120,
@@ -277,7 +277,7 @@ def llama4(*, n_expert: int, moe_step: int, n_ctx: int) -> Values:
 
 def gemma3(n_layer: int, n_embd: int, *, heads: tuple[int, int], n_ff: int) -> Values:
     """Gemma 3, its text."""
-    return _decoder(
+    return decoder(
         "gemma3",
         n_layer,
         n_embd,

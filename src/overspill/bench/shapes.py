@@ -24,12 +24,27 @@ from overspill.bench.families import (
     qwen3,
     qwen3moe,
 )
+from overspill.bench.hybrids import qwen35
 
 SHAPES: Final[dict[str, dict[str, Value]]] = {
     "qwen3-30b-a3b": qwen3moe(48, 2048, heads=(32, 4), n_ff=768, rope_base=1e6),
     "qwen3-235b-a22b": qwen3moe(94, 4096, heads=(64, 4), n_ff=1536, rope_base=5e6),
     "qwen3-vl-30b-a3b": qwen3moe(48, 2048, heads=(32, 4), n_ff=768, rope_base=5e6, arch="qwen3vlmoe"),
     "qwen3-vl-235b-a22b": qwen3moe(94, 4096, heads=(64, 4), n_ff=1536, rope_base=5e6, arch="qwen3vlmoe"),
+    "qwen3-next-80b-a3b": qwen35(
+        48,
+        2048,
+        heads=(16, 2),
+        n_value_heads=32,
+        n_ff=5120,
+        experts=(512, 10, 512),
+        n_vocab=151936,
+        arch="qwen3next",
+    ),
+    "qwen3.5-35b-a3b": qwen35(40, 2048, heads=(16, 2), n_value_heads=32, experts=(256, 8, 512)),
+    "qwen3.5-122b-a10b": qwen35(48, 3072, heads=(32, 2), n_value_heads=64, experts=(256, 8, 1024)),
+    "qwen3.5-397b-a17b": qwen35(60, 4096, heads=(32, 2), n_value_heads=64, experts=(512, 10, 1024)),
+    "qwen3.5-27b": qwen35(64, 5120, heads=(24, 4), n_value_heads=48, n_ff=17408, arch="qwen35"),
     "qwen1.5-moe-a2.7b": qwen2moe(24, 2048, heads=(16, 16), n_ff=5632, experts=(60, 4, 1408), n_ff_shared=5632),
     "qwen2-57b-a14b": qwen2moe(28, 3584, heads=(28, 4), n_ff=18944, experts=(64, 8, 2560), n_ff_shared=20480),
     "gpt-oss-20b": gpt_oss(24, n_expert=32),

@@ -47,6 +47,7 @@ _FACTORS: dict[TensorType, tuple[tuple[int, float], ...]] = {
     _T.IQ4_NL: ((0, 1.0),),
     _T.IQ4_XS: ((0, 1.0),),
 }
+_CONV = "ssm_conv1d"
 _PLAIN = {_T.F32: np.float32, _T.F16: np.float16}
 
 
@@ -73,7 +74,7 @@ class SyntheticModel:
         return TensorInfo(name=spec.name, shape=spec.shape, type=type, n_bytes=n_bytes, part=0, offset=0)
 
     def _type_of(self, spec: TensorSpec) -> TensorType:
-        if len(spec.shape) == 1 or spec.name.endswith((".bias", "ffn_gate_inp.weight")):
+        if len(spec.shape) == 1 or spec.name.endswith((".bias", "ffn_gate_inp.weight")) or _CONV in spec.name:
             return _T.F32
         is_whole = spec.shape[-1] % self.type.block.n_elements == 0
         return self.type if is_whole else _T.Q8_0
@@ -119,7 +120,9 @@ def _spread(info: TensorInfo) -> float:
 
 
 def _plain(rng: np.random.Generator, info: TensorInfo) -> NDArray[np.uint8]:
-    if len(info.shape) == 1:
+    if info.name.endswith("ssm_a"):  # decays, which must be
+        values = -np.exp(rng.uniform(-1.0, 2.0, info.shape))
+    elif len(info.shape) == 1:
         values = rng.normal(0.0 if info.name.endswith(".bias") else 1.0, 0.2, info.shape)
     else:
         values = rng.normal(0.0, 1.5 / sqrt(info.shape[-1]), info.shape)
