@@ -73,6 +73,9 @@ def run(
     ] = None,
     n_predict: Annotated[int, typer.Option("--n-predict", "-n", help="most tokens to generate; -1: no limit")] = -1,
     chat: Annotated[bool, typer.Option("--chat", help="wrap the prompt in the model's chat template")] = False,
+    system: Annotated[
+        str | None, typer.Option("--system", "-sys", help="system message of a conversation (without -p and -f)")
+    ] = None,
     temperature: Annotated[float, typer.Option("--temp", help="0: greedy")] = 0.8,
     top_k: Annotated[int, typer.Option("--top-k", help="0: off")] = 40,
     top_p: Annotated[float, typer.Option("--top-p", help="1: off")] = 0.95,
@@ -84,7 +87,8 @@ def run(
     as_json: AsJson = False,
     options: dict[str, Any],
 ) -> None:
-    """Continue a prompt."""
+    """Continue a prompt; without one, talk: a conversation in the terminal."""
+    from overspill.commands.chat import run_chat
     from overspill.commands.run import run_prompt
     from overspill.engine.params import SamplingParams
 
@@ -98,6 +102,13 @@ def run(
         seed=seed,
         max_tokens=n_predict,
     )
+    if prompt is None and file is None:
+        if as_json:
+            raise UserError("--json: a conversation has no JSON; give a prompt with -p or -f")
+        run_chat(model, params, system=system, stop=stop or (), options=options)
+        return
+    if system is not None:
+        raise UserError("--system: it is for a conversation; leave out -p and -f")
     run_prompt(
         model, _prompt_text(prompt, file), params, stop=stop or (), is_chat=chat, as_json=as_json, options=options
     )
@@ -134,8 +145,6 @@ def _require_server() -> None:
 
 
 def _prompt_text(prompt: str | None, file: Path | None) -> str:
-    if file is None and prompt is None:
-        raise UserError("no prompt: give -p TEXT or -f FILE")
     parts = [] if file is None else [_read_text(file)]
     return "\n\n".join(parts + ([] if prompt is None else [prompt]))
 

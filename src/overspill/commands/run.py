@@ -6,31 +6,18 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from overspill.commands.answering import Answered, answer
 from overspill.commands.files import check_writable, open_for_text
-from overspill.commands.screen import bar, loading_bar
+from overspill.commands.screen import loading_bar
 from overspill.engine.params import SamplingParams
-from overspill.engine.request import DoneEvent, ProgressEvent, Timings, TokenEvent
-from overspill.errors import UserError
 from overspill.llm import LLM
 from overspill.pipeline.trace import write_trace
 from overspill.placement.report import as_dict, report
 from overspill.text.chat import ChatTemplate
-from overspill.text.stream import TextStream
 from overspill.text.tokenizer import Tokenizer
-
-
-@dataclass
-class _Answer:
-    """An answer as it grows."""
-
-    tokens: list[int] = field(default_factory=list)
-    pieces: list[str] = field(default_factory=list)
-    finish_reason: str = "cancelled"
-    timings: Timings = field(default_factory=Timings)
 
 
 def run_prompt(
@@ -54,14 +41,15 @@ def run_prompt(
         ids = llm.tokenizer.encode(prompt) if template is None else _chat_ids(llm.tokenizer, template, prompt)
         if llm.options.trace is not None:
             llm.start_trace()
-        answer = _answer(llm, ids, params, stop, is_quiet=as_json)
+        pieces: list[str] = []
+        answered = answer(llm, ids, params, pieces.append if as_json else _print, stop=stop)
         if llm.options.trace is not None:
             write_trace(llm.take_trace(), Path(llm.options.trace))
         if as_json:
-            print(json.dumps(_as_dict(llm, answer, len(ids))))
+            print(json.dumps(_as_dict(llm, answered, "".join(pieces), len(ids))))
         else:
             print(flush=True)
-            print(_summary(llm, answer), file=sys.stderr)
+            print(_summary(llm, answered), file=sys.stderr)
 
 
 def _chat_ids(tokenizer: Tokenizer, template: ChatTemplate, prompt: str) -> list[int]:
@@ -69,42 +57,14 @@ def _chat_ids(tokenizer: Tokenizer, template: ChatTemplate, prompt: str) -> list
     return tokenizer.encode_marked(template.render_marked(messages, special_texts=tokenizer.special_texts))
 
 
-def _answer(llm: LLM, ids: Sequence[int], params: SamplingParams, stop: Sequence[str], *, is_quiet: bool) -> _Answer:
-    answer, text = _Answer(), TextStream(llm.tokenizer, stop)
-    is_stopped = False
-
-    def show(piece: str) -> None:
-        answer.pieces.append(piece)
-        if not is_quiet:
-            print(piece, end="", flush=True)
-
-    with ExitStack() as until_first_token, llm.submit(llm.request(ids, params)) as events:
-        progress = until_first_token.enter_context(bar("prompt", "tokens"))
-        for event in events:
-            match event:
-                case ProgressEvent():
-                    progress(event.n_done, event.n_total)
-                case TokenEvent() if not is_stopped:
-                    until_first_token.close()
-                    answer.tokens.append(event.token_id)
-                    show("" if event.is_stop else text.push(event.token_id))
-                    is_stopped = text.stopped_by is not None
-                    if is_stopped:
-                        llm.cancel(event.request_id)
-                case DoneEvent():
-                    answer.finish_reason, answer.timings = event.reason, event.timings
-                    if event.reason in ("error", "refused"):
-                        raise UserError(f"{llm.source.name}: {event.message}")
-    if is_stopped:
-        answer.finish_reason = "stop"
-    show(text.finish())
-    return answer
+def _print(piece: str) -> None:
+    print(piece, end="", flush=True)
 
 
-def _as_dict(llm: LLM, answer: _Answer, n_prompt: int) -> dict[str, Any]:
+def _as_dict(llm: LLM, answer: Answered, text: str, n_prompt: int) -> dict[str, Any]:
     t = answer.timings
     return {
-        "text": "".join(answer.pieces),
+        "text": text,
         "tokens": answer.tokens,
         "prompt_tokens": n_prompt,
         "finish_reason": answer.finish_reason,
@@ -121,7 +81,7 @@ def _as_dict(llm: LLM, answer: _Answer, n_prompt: int) -> dict[str, Any]:
     }
 
 
-def _summary(llm: LLM, answer: _Answer) -> str:
+def _summary(llm: LLM, answer: Answered) -> str:
     t, counters = answer.timings, llm.counters()
     busy = ", ".join(f"{name} {share:.0%}" for name, share in counters["busy"].items())
     lines = [
