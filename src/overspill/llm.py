@@ -43,6 +43,7 @@ from overspill.pipeline.residence import read_ahead
 from overspill.pipeline.runner import Runner
 from overspill.pipeline.schedule import WaveSchedule
 from overspill.pipeline.upload import WIDE_VALUE_BYTES
+from overspill.pipeline.watch import WaveWatch
 from overspill.pipeline.wave import Segment, Ubatch, Wave
 from overspill.pipeline.weights import load
 from overspill.pipeline.work import Work
@@ -124,6 +125,7 @@ class LLM:
                 waits_on_host=self.options.force_xdev_sync,
             )
             self._running = threading.Lock()
+            self.watch = WaveWatch(self.devices)
             self._engine = Engine(
                 self.run_wave,
                 n_vocab=self.hparams.n_vocab,
@@ -210,7 +212,7 @@ class LLM:
     def run_wave(self, wave: Wave) -> list[torch.Tensor]:
         """Compute a wave below the engine (benchmarks): per ubatch, logits `[n output rows, V]`."""
         with self._running:
-            return self.runner.run(wave, self._schedule(wave))
+            return self.watch.run(wave, lambda: self.runner.run(wave, self._schedule(wave)))
 
     # --- what happened
 

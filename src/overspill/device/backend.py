@@ -163,15 +163,13 @@ class Trace:
         self._spans = []
 
     def take(self) -> list[Span]:
-        if self._spans is None:
-            return []
-        spans, self._spans = self._spans, []
-        return spans
+        spans, self._spans = self._spans, None
+        return spans or []
 
     def note(self, counters: DeviceCounters, span: Span) -> None:
         counters.busy_us[span.lane] += span.end_us - span.start_us
-        if self._spans is not None:
-            self._spans.append(span)
+        if (spans := self._spans) is not None:
+            spans.append(span)
 
 
 def now_us() -> float:

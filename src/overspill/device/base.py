@@ -259,7 +259,7 @@ class Device(ABC):
 
     @abstractmethod
     def take_trace(self) -> list[Span]:
-        """The spans of finished work since `start_trace`, and forget them."""
+        """The spans of finished work since `start_trace`, and keep no more."""
 
     @abstractmethod
     def synchronize_host(self) -> None:

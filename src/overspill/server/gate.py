@@ -13,8 +13,9 @@ from overspill.server.host import Host
 from overspill.server.settings import ServerSettings
 from overspill.server.strict_json import Json
 
-_PUBLIC = ("/health", "/v1/health")
-_ALWAYS_THERE = ("/docs", "/openapi.json")
+_PAGE = ("", "/", "/page/page.css", "/page/page.js")
+_PUBLIC = ("/health", "/v1/health", *_PAGE)
+_ALWAYS_THERE = ("/docs", "/openapi.json", *_PAGE)
 
 
 class Gate:

@@ -33,12 +33,17 @@ class Metrics:
 
     async def scrape(self) -> bytes:
         """All metrics as text."""
-        if self._reading is None or self._reading.done():
-            self._reading = asyncio.create_task(self._read())
-        await asyncio.wait({self._reading}, timeout=_PATIENCE_S)
+        await self.read()
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_Snapshot([*self._requests(), *self._engine(), *self._devices()]))
         return generate_latest(registry)
+
+    async def read(self) -> tuple[dict[str, Any], float]:
+        """The counters as last read ({} before the first time), and seconds since then."""
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.create_task(self._read())
+        await asyncio.wait({self._reading}, timeout=_PATIENCE_S)
+        return self._counters, time.monotonic() - self._read_s
 
     async def _read(self) -> None:
         self._counters = await asyncio.to_thread(self._host.llm.counters)
