@@ -42,6 +42,7 @@ from overspill.pipeline.reading import LoadMode
 from overspill.pipeline.residence import read_ahead
 from overspill.pipeline.runner import Runner
 from overspill.pipeline.schedule import WaveSchedule
+from overspill.pipeline.steps import StepRunner, StepWork
 from overspill.pipeline.upload import WIDE_VALUE_BYTES
 from overspill.pipeline.watch import WaveWatch
 from overspill.pipeline.wave import Segment, Ubatch, Wave
@@ -97,6 +98,7 @@ class LLM:
             on_failure.callback(self.devices.close)
             layout = self.plan.layout
             placed, host = self.plan.placement, layout.host
+            ops_of = ops_for(self.devices)
             self.sizes = Sizes.of_plan(
                 placed.n_ubatch, placed.n_wave, self.options.n_parallel, placed.n_ctx, self.options.n_states
             )
@@ -108,7 +110,7 @@ class LLM:
                 self.hparams,
                 layout,
                 self.devices,
-                ops_for(self.devices),
+                ops_of,
                 is_on_host=lambda name: placed.home[name] == host,
                 progress=done,
                 mode=LoadMode(self.options.load_mode),
@@ -116,6 +118,10 @@ class LLM:
                 widens_dense=widens_dense(machine, self.source, specs),
             )
             work = Work(loaded.model, layout, memory, loaded.host_experts, cpu.OPS, loaded.rings)
+            steps = None
+            if StepRunner.serves(self.devices, layout, self.hparams):
+                step_work = StepWork(loaded.model, layout, memory, loaded.host_experts, cpu.OPS, loaded.rings)
+                steps = StepRunner(self.devices, layout, memory, step_work, ops_of)
             self.runner = Runner(
                 self.devices,
                 layout,
@@ -123,6 +129,7 @@ class LLM:
                 work,
                 max_in_flight=self.plan.max_in_flight,
                 waits_on_host=self.options.force_xdev_sync,
+                steps=steps,
             )
             self._running = threading.Lock()
             self.watch = WaveWatch(self.devices)

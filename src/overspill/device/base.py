@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -172,6 +172,16 @@ class Event(ABC):
         """
 
 
+class Recording:
+    """Work of one device that can be run again with one call: the same kernels on the same memory.
+
+    kept: what that memory belongs to; it lives as long as this.
+    """
+
+    def __init__(self, kept: Sequence[object]) -> None:
+        self._kept = kept
+
+
 class Stream(ABC):
     """A queue of work of one device."""
 
@@ -200,6 +210,10 @@ class Stream(ABC):
     def upload(self, dst: Buffer, parts: Sequence[Part], *, label: str) -> None:
         """Copy byte ranges of pinned host buffers into `dst` (uint8), in stream order. Unpinned sources raise."""
 
+    def replay(self, recording: Recording, *, label: str) -> None:
+        """Run recorded work of this stream's device in stream order (only where `Device.can_record`)."""
+        raise NotImplementedError(f"{self.device} records nothing")
+
     @abstractmethod
     def record(self) -> Event:
         """An event at the present end of the stream."""
@@ -220,6 +234,7 @@ class Device(ABC):
     is_host: bool
     torch_device: torch.device
     counters: DeviceCounters
+    can_record = False
 
     @property
     @abstractmethod
@@ -244,6 +259,13 @@ class Device(ABC):
     @abstractmethod
     def stream(self, lane: Lane) -> Stream:
         """The device's stream of that lane (the same object each time)."""
+
+    def record_host(self, works: Iterable[Callable[[], None]], *, kept: Sequence[object] = ()) -> Recording:
+        """Record pieces of work, in order, without running them; the host waits until the device is idle.
+
+        Their kernels must have run before. Only where `can_record`.
+        """
+        raise NotImplementedError(f"{self} records nothing")
 
     @abstractmethod
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, *, kind: MemoryKind, name: str) -> Buffer:

@@ -15,7 +15,7 @@ import mmap
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -29,7 +29,7 @@ from overspill.device.backend import (
     count_copy,
     now_us,
 )
-from overspill.device.base import Buffer, Device, Event, Part, Span, running_on
+from overspill.device.base import Buffer, Device, Event, Part, Recording, Span, running_on
 from overspill.device.lane import Lane
 from overspill.device.memory import Ledger, Space
 from overspill.errors import OutOfMemory, UserError
@@ -60,6 +60,14 @@ class CudaEvent(Event):
         self.cuda.synchronize()
 
 
+class CudaRecording(Recording):
+    """A CUDA graph."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, kept: Sequence[object]) -> None:
+        super().__init__(kept)
+        self.graph = graph
+
+
 class CudaStream(BackendStream):
     """One CUDA stream. Issued to from one thread."""
 
@@ -82,6 +90,13 @@ class CudaStream(BackendStream):
         torch.cuda.set_stream(self.cuda)
         with running_on(self.device):
             work()
+        self._note(start, label, 0)
+
+    def replay(self, recording: Recording, *, label: str) -> None:
+        assert isinstance(recording, CudaRecording)
+        start = self._mark()
+        torch.cuda.set_stream(self.cuda)
+        recording.graph.replay()
         self._note(start, label, 0)
 
     def copy(
@@ -149,6 +164,7 @@ class CudaDevice(BackendDevice):
     """One GPU, optionally capped so that it looks like a smaller one."""
 
     is_host = False
+    can_record = True
 
     def __init__(self, index: int, *, cap_bytes: int | None) -> None:
         name, self._index = f"cuda:{index}", index
@@ -159,6 +175,8 @@ class CudaDevice(BackendDevice):
         self._zero.record(torch.cuda.current_stream(self.torch_device))
         self._zero.synchronize()
         self._zero_us = now_us()
+        # Recordings are replayed one after the other, so their temporaries may share memory.
+        self._recorded = torch.cuda.graph_pool_handle()
 
     def _open_stream(self, lane: Lane) -> CudaStream:
         return CudaStream(self, lane)
@@ -169,6 +187,19 @@ class CudaDevice(BackendDevice):
                 return torch.empty(shape, dtype=dtype, device=self.torch_device)
         except torch.cuda.OutOfMemoryError as error:
             raise OutOfMemory(f"{self.name}: {str(error).splitlines()[0]}") from None
+
+    def record_host(self, works: Iterable[Callable[[], None]], *, kept: Sequence[object] = ()) -> CudaRecording:
+        torch.cuda.synchronize(self.torch_device)
+        stream, graph = torch.cuda.Stream(self.torch_device), torch.cuda.CUDAGraph()
+        torch.cuda.set_stream(stream)
+        graph.capture_begin(pool=self._recorded, capture_error_mode="thread_local")
+        try:
+            with running_on(self):
+                for work in works:
+                    work()
+        finally:
+            graph.capture_end()
+        return CudaRecording(graph, kept)
 
     def note(self, lane: Lane, start: torch.cuda.Event, end: torch.cuda.Event, label: str, n_bytes: int) -> None:
         """Enter a finished piece of work into busy time and trace."""

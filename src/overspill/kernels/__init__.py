@@ -112,6 +112,17 @@ class AttendSteps(Protocol):
     ) -> torch.Tensor: ...
 
 
+class Mail(NamedTuple):
+    """Passing rows through pinned memory inside recorded work, see `kernels.triton.mail`.
+
+    put: (step, parts, box, flags). take: (step, parts, box, flags, late). copy: from pinned memory, without a flag.
+    """
+
+    put: Callable[[torch.Tensor, Sequence[torch.Tensor], torch.Tensor, torch.Tensor], None]
+    take: Callable[[torch.Tensor, Sequence[torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor], None]
+    copy: Callable[[torch.Tensor, torch.Tensor], None]
+
+
 class Route(Protocol):
     """Norm, router product and choice of experts in one go; rules without groups only.
 
@@ -164,7 +175,8 @@ class Ops:
     prepare_heads, route: several of the others at once; None where that gains nothing.
     add_linear: `y [T, N]`, `x [T, K]`, weight `[N, K]` -> y + x W^T; None likewise. linears: `linear` of one x with
     several weights; None likewise.
-    prepare_steps, attend_steps: attention whose positions lie on the device; None where nothing is recorded.
+    prepare_steps, attend_steps, mail: attention whose positions lie on the device, and the way from one device to
+    another, for work that is recorded; None where nothing is.
     scratch: memory that launched work may still refer to when it is replayed.
     normed_dtype, kv_dtype: what `rms_norm` gives, and what the KV cache holds.
     rope: `x [T, H, A]`, cos and sin `[T, n_rot / 2]` -> rotated in the split-halves (NEOX) or interleaved pairing.
@@ -187,6 +199,7 @@ class Ops:
     linears: Callable[[torch.Tensor, Sequence[QTensor]], list[torch.Tensor]] | None = None
     prepare_steps: PrepareSteps | None = None
     attend_steps: AttendSteps | None = None
+    mail: Mail | None = None
     scratch: Callable[[], Sequence[torch.Tensor]] = list
     normed_dtype: torch.dtype = torch.float32
     kv_dtype: torch.dtype = torch.float32

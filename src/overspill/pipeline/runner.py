@@ -18,10 +18,12 @@ import torch
 
 from overspill.cache.states import StateGuard
 from overspill.device.base import Devices, Event
+from overspill.device.lane import Lane
 from overspill.pipeline.ledger import Ledger, Resource
 from overspill.pipeline.memory import Memory
 from overspill.pipeline.schedule import Action, Order, Verb, WaveSchedule, actions
 from overspill.pipeline.split import Layout
+from overspill.pipeline.steps import StepRunner
 from overspill.pipeline.wave import Ubatch, Wave
 from overspill.pipeline.work import Work
 from overspill.placement.budget import N_LOGIT_BUFFERS
@@ -65,6 +67,7 @@ class Runner:
         *,
         max_in_flight: int,
         waits_on_host: bool = False,
+        steps: StepRunner | None = None,
     ) -> None:
         self.counters = RunCounters()
         self._devices = devices
@@ -80,6 +83,7 @@ class Runner:
         self._downloads: deque[_Download] = deque()
         self._ids_asked: list[int] = []
         self._states = StateGuard()
+        self._steps = steps
         self._is_interrupted = False
 
     def run(self, wave: Wave, schedule: WaveSchedule) -> list[torch.Tensor]:
@@ -108,6 +112,11 @@ class Runner:
         started = time.perf_counter()
         ubatches = wave.ubatches
         assert len(ubatches) <= self._memory.sizes.n_ubatches
+        if self._steps is not None and self._steps.suits(wave, schedule):
+            self._join_lanes_host()
+            results = self._steps.run_host(wave, schedule)
+            self._count(wave, time.perf_counter() - started)
+            return results
         if self._memory.has_states:
             for segment in (s for u in ubatches for s in u.segments):
                 self._states.advance(segment)
@@ -128,13 +137,23 @@ class Runner:
 
     def close(self) -> None:
         """Let go of the model and all buffers; counters stay. Idempotent."""
-        for name in ("_work", "_memory"):
+        for name in ("_work", "_memory", "_steps"):
             vars(self).pop(name, None)
 
     def synchronize_host(self) -> None:
         """Wait until all devices are idle (between measurements, and at the end)."""
         for device in self._devices.all:
             device.synchronize_host()
+
+    def _join_lanes_host(self) -> None:
+        """What is recorded runs on streams for compute alone, so it waits there for all that was issued before."""
+        if not self._in_flight:
+            return
+        self._in_flight.clear()
+        for device in self._devices.all:
+            for lane in (Lane.UPLOAD, Lane.HAND_OFF):
+                device.stream(Lane.COMPUTE).wait(device.stream(lane).record())
+        self._devices.host.stream(Lane.COMPUTE).record().wait_host()
 
     def _issue(
         self, action: Action, schedule: WaveSchedule, ubatches: Sequence[Ubatch], results: list[torch.Tensor]

@@ -134,13 +134,14 @@ class Work:
         before = self._history.add(ubatch.ids, ubatch.segments)
 
         def body() -> None:
-            if action.device == self._layout.host:
-                ids = torch.tensor(ubatch.ids)
-            else:
-                ids = self._one(("pos", action.device)).tensor[action.ubatch, 1, : ubatch.n_tokens]
-            self._x(action, ubatch).copy_(self._model.embed(ids, before))
+            self._x(action, ubatch).copy_(self._model.embed(self._ids(action, ubatch), before))
 
         return body
+
+    def _ids(self, action: Action, ubatch: Ubatch) -> torch.Tensor:
+        if action.device == self._layout.host:
+            return torch.tensor(ubatch.ids)
+        return self._one(("pos", action.device)).tensor[action.ubatch, 1, : ubatch.n_tokens]
 
     def _layers(self, action: Action, ubatch: Ubatch) -> Callable[[], None]:
         turned = self._turned[action.device, action.ubatch]

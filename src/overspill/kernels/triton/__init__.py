@@ -13,15 +13,17 @@ from functools import cache, partial
 
 import torch
 
-from overspill.kernels import Ops
+from overspill.kernels import Mail, Ops, Steps
 from overspill.kernels.triton.attention import AttentionOp
 from overspill.kernels.triton.chooser import AttentionChooser, Heads
 from overspill.kernels.triton.dequant import dequantize_bf16
 from overspill.kernels.triton.heads import Angles, HeadGains, prepare_heads, rope
 from overspill.kernels.triton.linear import LinearOp, embed
+from overspill.kernels.triton.mail import copy_pinned, put_mail, take_mail
 from overspill.kernels.triton.moe import MoeOp
 from overspill.kernels.triton.norm import rms_norm, swiglu
 from overspill.kernels.triton.routing import Choice, pick_experts, route
+from overspill.kernels.triton.steps import attend_steps, prepare_steps
 from overspill.kernels.triton.wide import plain_into, wide_bytes, widen, widen_into
 from overspill.kernels.triton.workspace import Workspace, workspace_bytes
 
@@ -84,6 +86,21 @@ def make_ops(
     ) -> torch.Tensor:
         return prepare_heads(q, k, v, cells, Angles(*angles, is_interleaved), HeadGains(*gains, eps), dtype=dtype)
 
+    def prepare_each(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        caches: tuple[torch.Tensor, torch.Tensor],
+        steps: Steps,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        gains: tuple[torch.Tensor | None, torch.Tensor | None],
+        *,
+        eps: float,
+        is_interleaved: bool,
+    ) -> torch.Tensor:
+        how = Angles(*angles, is_interleaved), HeadGains(*gains, eps)
+        return prepare_steps(q, k, v, caches, steps, *how, dtype=dtype)
+
     def choose_experts(
         x: torch.Tensor,
         gain: torch.Tensor,
@@ -111,6 +128,10 @@ def make_ops(
         widen=widen_into,
         plain=plain_into,
         prepare_heads=prepare,
+        prepare_steps=prepare_each,
+        attend_steps=attend_steps,
+        mail=Mail(put_mail, take_mail, copy_pinned),
+        scratch=workspace.buffers,
         route=choose_experts,
         add_linear=linear.add_linear,
         normed_dtype=dtype,

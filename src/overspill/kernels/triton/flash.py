@@ -18,11 +18,11 @@ import triton.language as tl
 from overspill.kernels.triton.launch import Kernel, Tuning, cdiv, power_of_two
 
 _LN2 = tl.constexpr(math.log(2.0))
-_LOG2E = math.log2(math.e)
+LOG2E = math.log2(math.e)
 
 
 @triton.jit
-def _fold(
+def fold(
     total, weight, top, q1, q2, k, v, cells, last_seen, n_cells, window, scale,
     A: tl.constexpr, A1: tl.constexpr, A2: tl.constexpr, B: tl.constexpr, B1: tl.constexpr, K_CELL: tl.constexpr,
     V_CELL: tl.constexpr, IS_MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr,
@@ -103,12 +103,12 @@ def _flash(
         first_cell = tl.maximum(0, n_cells - n_queries + first_token - window + 1) // N * N
         seen_by_all = first_cell
     for start in range(first_cell, seen_by_all, N):
-        total, weight, top = _fold(
+        total, weight, top = fold(
             total, weight, top, q1, q2, k, v, start + cells, last_seen, n_cells, window, scale, A, A1, A2, B, B1,
             K_CELL, V_CELL, False, HAS_WINDOW
         )  # fmt: skip
     for start in range(seen_by_all, seen_by_some, N):
-        total, weight, top = _fold(
+        total, weight, top = fold(
             total, weight, top, q1, q2, k, v, start + cells, last_seen, n_cells, window, scale, A, A1, A2, B, B1,
             K_CELL, V_CELL, True, HAS_WINDOW
         )  # fmt: skip
@@ -178,13 +178,13 @@ def _run(
     assert q.stride(2) == k.stride(2) == v.stride(2) == 1, "channels must be contiguous"
     tile = tile or _tile(T * (H // G), A, q.dtype)
     strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1))
-    constants = (H // G, *_cut(A), B, max(16, power_of_two(B)), G, *strides, window is not None)
-    args = (q, k, v, out, lse, sinks, T, C, window or 0, scale * _LOG2E)
+    constants = (H // G, *cut_channels(A), B, max(16, power_of_two(B)), G, *strides, window is not None)
+    args = (q, k, v, out, lse, sinks, T, C, window or 0, scale * LOG2E)
     grid = (cdiv(T * (H // G), tile.n_rows), G)
     _kernel(grid, args, (*constants, tile.n_rows, tile.n_cells), tile.tuning)
 
 
-def _cut(A: int) -> tuple[int, int, int]:
+def cut_channels(A: int) -> tuple[int, int, int]:
     """A head size, the power of two in it, and the padded rest: 576 -> 512 + 64, 128 -> 128 + 0."""
     first = max(16, power_of_two(A + 1) // 2)
     return A, first, max(16, power_of_two(A - first)) if first < A else 0

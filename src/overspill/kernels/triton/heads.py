@@ -30,7 +30,7 @@ def _normed(a, b, c, gain, first, second, rest, eps, A: tl.constexpr, N_ROT: tl.
 
 
 @triton.jit
-def _move(
+def move(
     x, out, gain, cos, sin, tokens, is_there, eps,
     A: tl.constexpr, N_ROT: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
     IS_ROTATED: tl.constexpr,
@@ -70,7 +70,7 @@ def _rope(
 ):  # fmt: skip
     tokens = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
     at = tokens * (H * A) + tl.program_id(1) * A
-    _move(x + at, out + at, None, cos, sin, tokens, tokens < n_tokens, 0.0, A, N_ROT, PAIRS, HALF, REST, True)
+    move(x + at, out + at, None, cos, sin, tokens, tokens < n_tokens, 0.0, A, N_ROT, PAIRS, HALF, REST, True)
 
 
 @triton.jit(do_not_specialize=["n_tokens"])
@@ -86,15 +86,15 @@ def _prepare(
     tokens = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
     is_there = tokens < n_tokens
     if head < H:
-        _move(q + tokens * Q_STRIDE + head * A, q_out + tokens * (H * A) + head * A, q_gain, cos, sin, tokens, is_there,
+        move(q + tokens * Q_STRIDE + head * A, q_out + tokens * (H * A) + head * A, q_gain, cos, sin, tokens, is_there,
               eps, A, N_ROT, PAIRS, HALF, REST, True)  # fmt: skip
     elif head < H + G:
         g = (head - H).to(tl.int64)
-        _move(k + tokens * K_STRIDE + g * A, k_out + tokens * A + g * K_HEAD, k_gain, cos, sin, tokens, is_there,
+        move(k + tokens * K_STRIDE + g * A, k_out + tokens * A + g * K_HEAD, k_gain, cos, sin, tokens, is_there,
               eps, A, N_ROT, PAIRS, HALF, REST, True)  # fmt: skip
     else:
         g = (head - H - G).to(tl.int64)
-        _move(v + tokens * V_STRIDE + g * B, v_out + tokens * B + g * V_HEAD, None, cos, sin, tokens, is_there,
+        move(v + tokens * V_STRIDE + g * B, v_out + tokens * B + g * V_HEAD, None, cos, sin, tokens, is_there,
               eps, B, 0, False, 1, V_REST, False)  # fmt: skip
 
 

@@ -48,6 +48,10 @@ class Workspace:
             self._buffers[name] = buffer
         return buffer
 
+    def buffers(self) -> list[torch.Tensor]:
+        """All memory in use. Recorded work refers to it even when a buffer has been replaced by a larger one."""
+        return list(self._buffers.values())
+
     @property
     def n_bytes(self) -> int:
         """All that has been allocated."""

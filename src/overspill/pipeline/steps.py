@@ -1,0 +1,329 @@
+"""Decoding by replay: the actions of a step are recorded once per device, and run again for every token.
+
+A step is a wave of one ubatch that has one token of each of several sequences. Its actions are those of any wave, in
+the order of the schedule, but nobody issues them: what each accelerator does is one recording, started with one call,
+and what the CPU does is a list that the issuing thread runs through. Where hidden states pass from one device to
+another they go by mail, through pinned memory (`kernels.triton.mail`): the receiver's recording waits for the sender's.
+On one device actions run in the order of issue, so the mail is all the order there is between devices, and it is
+enough: every hand-off of a step has a box of its own, and the host waits for the end of a step before the next.
+
+The host writes positions, tokens and slots into pinned memory; each recording begins by reading them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from overspill.device.base import Buffer, Device, Devices, MemoryKind, Recording, running_on
+from overspill.device.lane import Lane
+from overspill.kernels import Mail, Ops, Steps
+from overspill.kernels.numba.mail import look_for_flags, raise_flags
+from overspill.models.base import HParams, UbatchView
+from overspill.pipeline.memory import Memory
+from overspill.pipeline.schedule import Action, Policy, Verb, WaveSchedule, actions
+from overspill.pipeline.split import Layout
+from overspill.pipeline.wave import Ubatch, Wave
+from overspill.pipeline.work import Angles, Work
+
+MAX_STEP_TOKENS = 32
+_PROGRAMS_KEPT = 16
+_PATIENCE_S = 20.0
+_HEADER_WORDS = 2
+_N_ROWS = 3
+_INPUT_WORDS = _HEADER_WORDS + _N_ROWS * MAX_STEP_TOKENS
+_FLAGS_A_LETTER = 4
+
+
+class Inputs(NamedTuple):
+    """A step's inputs on one device: int64 `[1]` its number; int32 `[T]` each."""
+
+    number: torch.Tensor
+    positions: torch.Tensor
+    ids: torch.Tensor
+    slots: torch.Tensor
+
+
+def inputs_in(words: torch.Tensor, n_tokens: int) -> Inputs:
+    """Views of int32 `[_INPUT_WORDS]`."""
+    rows = words[_HEADER_WORDS:].view(_N_ROWS, MAX_STEP_TOKENS)[:, :n_tokens]
+    return Inputs(words[:_HEADER_WORDS].view(torch.int64), rows[0], rows[1], rows[2])
+
+
+class StepWork(Work):
+    """The bodies of actions, with positions and ids that lie on the device. inputs: by number of device, int32."""
+
+    inputs: dict[int, Buffer]
+
+    def compute(self, action: Action, ubatch: Ubatch) -> None:
+        """Do what an action that computes does, on its device."""
+        self._compute[action.verb](action, ubatch)()
+
+    def _view(self, ubatch: Ubatch, device: int, m: int, turned: Angles) -> UbatchView:
+        if device == self._layout.host:
+            raise AssertionError("layers of the CPU are not recorded")
+        found = inputs_in(self.inputs[device].tensor, ubatch.n_tokens)
+        return UbatchView(ubatch.segments, found.positions, found.ids, turned, Steps(found.slots, found.positions))
+
+    def _ids(self, action: Action, ubatch: Ubatch) -> torch.Tensor:
+        if action.device == self._layout.host:
+            return super()._ids(action, ubatch)
+        return inputs_in(self.inputs[action.device].tensor, ubatch.n_tokens).ids
+
+
+class _Letter(NamedTuple):
+    """A hand-off: its boxes and flags in pinned memory."""
+
+    action: Action
+    box: torch.Tensor
+    flags: torch.Tensor
+
+
+class _HostWork(NamedTuple):
+    """Something the issuing thread does in a step: a letter to take or to send, or an action to compute."""
+
+    action: Action
+    letter: _Letter | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Program:
+    """All of a step. last: the download of its logits."""
+
+    recordings: dict[int, Recording]
+    host: list[_HostWork]
+    last: list[Action]
+
+
+class StepRunner:
+    """Runs steps of one model. Not for several threads.
+
+    ops_of: the kernels of a device.
+    """
+
+    def __init__(
+        self, devices: Devices, layout: Layout, memory: Memory, work: StepWork, ops_of: Callable[[Device], Ops]
+    ) -> None:
+        self._devices = devices
+        self._layout = layout
+        self._memory = memory
+        self._work = work
+        self._ops_of = ops_of
+        self._programs: OrderedDict[tuple[object, ...], _Program] = OrderedDict()
+        self._n_steps = 0
+        used = sorted({*layout.layer_device, layout.output_device, *layout.input_devices} - {layout.host})
+        work.inputs = {i: self._new_input(i) for i in used}
+        self._host_inputs = devices.host.allocate_pinned(4 * _INPUT_WORDS, name="host_step").host_tensor
+        self._late = devices.host.allocate_pinned(8, name="late").host_tensor.view(torch.int64)
+        self._late.zero_()
+        self._mail = torch.empty(0, dtype=torch.int32)
+        self._flags = torch.empty(0, dtype=torch.int64)
+
+    def _new_input(self, i_device: int) -> Buffer:
+        device = self._devices.all[i_device]
+        return device.allocate((_INPUT_WORDS,), torch.int32, kind=MemoryKind.COMPUTE, name="step")
+
+    @classmethod
+    def serves(cls, devices: Devices, layout: Layout, hp: HParams) -> bool:
+        """Whether steps of this model can be recorded: nothing of it may depend on the host."""
+        on_host = layout.host in {*layout.layer_device, layout.output_device}
+        can_record = all(device.can_record for device in devices.accelerators)
+        return bool(devices.accelerators) and can_record and not on_host and not hp.has_states and hp.n_before == 0
+
+    def suits(self, wave: Wave, schedule: WaveSchedule) -> bool:
+        """Whether a wave is a step whose experts need no upload."""
+        uploads = schedule.policy in (Policy.ALL, Policy.SELECTED) and any(self._layout.slabs)
+        is_mixed = bool(self._layout.mixed)
+        (ubatch, *others) = wave.ubatches
+        is_step = not others and ubatch.n_tokens <= MAX_STEP_TOKENS and all(s.n_tokens == 1 for s in ubatch.segments)
+        return is_step and not uploads and not is_mixed
+
+    def run_host(self, wave: Wave, schedule: WaveSchedule) -> list[torch.Tensor]:
+        """Compute a step; logits as `Runner.run` gives them."""
+        (ubatch,) = wave.ubatches
+        self._n_steps += 1
+        self._write_inputs(ubatch)
+        key = (ubatch.n_tokens, ubatch.output_rows, schedule)
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = self._record(ubatch, schedule)
+            if len(self._programs) > _PROGRAMS_KEPT:
+                self._programs.popitem(last=False)
+        self._programs.move_to_end(key)
+        for i_device, recording in program.recordings.items():
+            self._devices.all[i_device].stream(Lane.COMPUTE).replay(recording, label="step")
+        with running_on(self._devices.host):
+            for work in program.host:
+                self._run_on_host(work, ubatch)
+        self._devices.all[self._layout.output_device].stream(Lane.COMPUTE).record().wait_host()
+        if int(self._late) == self._n_steps:
+            raise RuntimeError("a device waited in vain for another in a decoding step")
+        return self._logits(program, ubatch)
+
+    # --- what the host does in a step
+
+    def _write_inputs(self, ubatch: Ubatch) -> None:
+        found = inputs_in(self._host_inputs.view(torch.int32), ubatch.n_tokens)
+        found.number.fill_(self._n_steps)
+        rows = [(s.first_pos, i, s.slot) for s, i in zip(ubatch.segments, ubatch.ids, strict=True)]
+        for target, values in zip((found.positions, found.ids, found.slots), zip(*rows, strict=True), strict=True):
+            target.copy_(torch.tensor(values, dtype=torch.int32))
+
+    def _run_on_host(self, work: _HostWork, ubatch: Ubatch) -> None:
+        letter = work.letter
+        if letter is None:
+            self._work.compute(work.action, ubatch)
+        elif letter.action.source == self._layout.host:
+            for part, box in zip(self._parts(letter.action.reads, ubatch), self._boxes(letter, ubatch), strict=True):
+                box.copy_(part.view(-1).view(torch.int32))
+            raise_flags(letter.flags.data_ptr(), len(letter.flags), self._n_steps)
+        else:
+            self._wait_for(letter)
+            for part, box in zip(self._parts(letter.action.writes, ubatch), self._boxes(letter, ubatch), strict=True):
+                part.view(-1).view(torch.int32).copy_(box)
+
+    def _wait_for(self, letter: _Letter) -> None:
+        address, n, wanted = letter.flags.data_ptr(), len(letter.flags), self._n_steps
+        patience = time.monotonic() + _PATIENCE_S
+        while True:
+            look_for_flags(address, n, wanted)
+            if int(letter.flags.min()) >= wanted:
+                return
+            if time.monotonic() > patience:
+                raise RuntimeError(f"the CPU waited in vain for {letter.action.label} in a decoding step")
+
+    def _boxes(self, letter: _Letter, ubatch: Ubatch) -> Sequence[torch.Tensor]:
+        sizes = [part.nbytes // 4 for part in self._parts(letter.action.reads, ubatch)]
+        boxes: Sequence[torch.Tensor] = letter.box[: sum(sizes)].split(sizes)
+        return boxes
+
+    def _logits(self, program: _Program, ubatch: Ubatch) -> list[torch.Tensor]:
+        pieces = []
+        for action in program.last:
+            (buffer,) = self._memory[action.writes[0]]
+            logits = buffer.host_tensor.view(torch.float32).view(-1, self._memory.n_vocab)
+            pieces.append(logits[: len(self._work.output_rows(ubatch, action.chunk))].clone())
+        return [torch.cat(pieces) if len(pieces) != 1 else pieces[0]]
+
+    # --- recording
+
+    def _record(self, ubatch: Ubatch, schedule: WaveSchedule) -> _Program:
+        """The program of a step. Its kernels run once before, on whatever is there, with no one waiting for anyone."""
+        self._work.begin_wave()
+        for device in self._devices.all:
+            device.synchronize_host()
+        listed = list(actions(self._layout, schedule, [self._work.n_chunks(ubatch)], [1]))
+        letters = self._letters([a for a in listed if a.verb is Verb.HAND_OFF], ubatch)
+        works: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)
+        host: list[_HostWork] = []
+        for number, action in enumerate(listed):
+            self._list(number, action, letters, works, host, ubatch)
+        self._flags.fill_(self._n_steps)
+        recordings = {i: self._recording(i, works[i]) for i in sorted(works)}
+        self._warm_up_host(host, ubatch)
+        self._flags.zero_()
+        return _Program(recordings, host, [a for a in listed if a.verb is Verb.DOWNLOAD])
+
+    def _list(
+        self,
+        number: int,
+        action: Action,
+        letters: dict[int, _Letter],
+        works: dict[int, list[Callable[[], None]]],
+        host: list[_HostWork],
+        ubatch: Ubatch,
+    ) -> None:
+        """Add what an action is to the lists of those who do it."""
+        match action.verb:
+            case Verb.INPUTS:
+                works[action.device].append(self._take_inputs(action.device))
+            case Verb.HAND_OFF:
+                letter = letters[id(action)]
+                for end in (action.source, action.writes[0][1]):
+                    assert isinstance(end, int)
+                    if end == self._layout.host:
+                        host.append(_HostWork(action, letter))
+                    else:
+                        works[end].append(self._mailing(end, letter, ubatch))
+            case Verb.DOWNLOAD:
+                works[action.device].append(self._download(action, ubatch))
+            case _ if action.device == self._layout.host:
+                host.append(_HostWork(action))
+            case _:
+                works[action.device].append(partial(self._work.compute, action, ubatch))
+
+    def _letters(self, hand_offs: Sequence[Action], ubatch: Ubatch) -> dict[int, _Letter]:
+        """A box and flags for each hand-off, in memory that is reserved for the most tokens at the first step."""
+        row_words = [
+            sum(prod(b.raw().shape[1:]) * b.raw().element_size() // 4 for b in self._memory.all_of(a.reads))
+            for a in hand_offs
+        ]
+        most = min(MAX_STEP_TOKENS, self._memory.sizes.n_slots)
+        n_words, n_flags = sum(row_words) * most, len(hand_offs) * _FLAGS_A_LETTER
+        if n_words > len(self._mail) or n_flags > len(self._flags):
+            allocate = self._devices.host.allocate_pinned
+            self._mail = allocate(4 * max(1, n_words), name="mail").host_tensor.view(torch.int32).zero_()
+            self._flags = allocate(8 * max(1, n_flags), name="flags").host_tensor.view(torch.int64).zero_()
+            self._programs.clear()
+        found, at = {}, 0
+        for i, (action, words) in enumerate(zip(hand_offs, row_words, strict=True)):
+            n_parts = len(self._memory.all_of(action.reads))
+            flags = self._flags[i * _FLAGS_A_LETTER : i * _FLAGS_A_LETTER + n_parts]
+            found[id(action)] = _Letter(action, self._mail[at : at + words * ubatch.n_tokens], flags)
+            at += words * most
+        return found
+
+    def _parts(self, resources: Sequence[tuple[str | int, ...]], ubatch: Ubatch) -> list[torch.Tensor]:
+        return [buffer.tensor[: ubatch.n_tokens] for buffer in self._memory.all_of(tuple(resources))]
+
+    def _mail_of(self, i_device: int) -> Mail:
+        mail = self._ops_of(self._devices.all[i_device]).mail
+        assert mail is not None
+        return mail
+
+    def _take_inputs(self, i_device: int) -> Callable[[], None]:
+        copy, source = self._mail_of(i_device).copy, self._host_inputs.view(torch.int32)
+        return lambda: copy(self._work.inputs[i_device].tensor, source)
+
+    def _mailing(self, end: int, letter: _Letter, ubatch: Ubatch) -> Callable[[], None]:
+        mail, action, (_, box, flags) = self._mail_of(end), letter.action, letter
+
+        def body() -> None:
+            number = inputs_in(self._work.inputs[end].tensor, ubatch.n_tokens).number
+            if end == action.source:
+                mail.put(number, self._parts(action.reads, ubatch), box, flags)
+            else:
+                mail.take(number, self._parts(action.writes, ubatch), box, flags, self._late)
+
+        return body
+
+    def _download(self, action: Action, ubatch: Ubatch) -> Callable[[], None]:
+        (source,), (target,) = self._memory[action.reads[0]], self._memory[action.writes[0]]
+        n_rows = len(self._work.output_rows(ubatch, action.chunk))
+        wanted = target.host_tensor.view(torch.float32).view(-1, self._memory.n_vocab)[:n_rows]
+
+        def body() -> None:
+            wanted.copy_(source.tensor[:n_rows], non_blocking=True)
+
+        return body
+
+    def _recording(self, i_device: int, works: Sequence[Callable[[], None]]) -> Recording:
+        device = self._devices.all[i_device]
+        stream = device.stream(Lane.COMPUTE)
+        for work in works:
+            stream.launch(work, label="first step")
+        device.synchronize_host()
+        self._work.begin_wave()
+        return device.record_host(works, kept=self._ops_of(device).scratch())
+
+    def _warm_up_host(self, host: Sequence[_HostWork], ubatch: Ubatch) -> None:
+        with running_on(self._devices.host):
+            for work in host:
+                self._run_on_host(work, ubatch)

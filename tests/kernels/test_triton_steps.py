@@ -1,0 +1,108 @@
+"""Attention of decoding sequences and mail, in Triton's interpreter, against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from overspill.kernels import Steps, ref
+
+from tests.helpers.triton_device import DEVICE  # isort: skip
+
+
+def _random(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def _cells(position: int, window: int | None, chunk: int | None) -> slice:
+    first = 0 if window is None else max(0, position - window + 1)
+    return slice(first if chunk is None else position // chunk * chunk, position + 1)
+
+
+@pytest.mark.parametrize(
+    ("n_heads", "n_kv", "n_key", "n_value", "window", "chunk", "has_sinks"),
+    [
+        (4, 2, 16, 16, None, None, False),
+        (8, 1, 24, 16, None, None, False),
+        (4, 4, 64, 64, 7, None, True),
+        (6, 2, 32, 32, None, 8, False),
+        (4, 1, 80, 64, None, None, True),
+    ],
+)
+def test_each_token_attends_to_its_own_sequence(
+    n_heads: int, n_kv: int, n_key: int, n_value: int, window: int | None, chunk: int | None, has_sinks: bool
+) -> None:
+    from overspill.kernels.triton.steps import attend_steps
+
+    slots, positions = [2, 0, 3], [0, 150, 29]
+    k, v = _random(4, n_kv, 160, n_key, seed=1), _random(4, n_kv, 160, n_value, seed=2)
+    q = _random(3, n_heads, n_key, seed=3)
+    sinks = _random(n_heads, seed=4) if has_sinks else None
+    steps = Steps(*(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (slots, positions)))
+
+    out = attend_steps(q, k, v, steps, scale=0.3, window=window, chunk=chunk, sinks=sinks)
+
+    for t, (slot, position) in enumerate(zip(slots, positions, strict=True)):
+        cells = _cells(position, window, chunk)
+        wanted = ref.attention(q[t : t + 1], k[slot, :, cells], v[slot, :, cells], scale=0.3, sinks=sinks)
+        torch.testing.assert_close(out[t : t + 1], wanted, rtol=2e-5, atol=2e-5)
+
+
+def test_values_may_be_channels_of_keys() -> None:
+    from overspill.kernels.triton.steps import attend_steps
+
+    k = _random(1, 1, 40, 48, seed=1)
+    q = _random(1, 4, 48, seed=2)
+    steps = Steps(*(torch.tensor([x], dtype=torch.int32, device=DEVICE) for x in (0, 33)))
+
+    out = attend_steps(q, k, k[..., :32], steps, scale=0.2)
+
+    wanted = ref.attention(q, k[0, :, :34], k[0, :, :34, :32], scale=0.2)
+    torch.testing.assert_close(out, wanted, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize("has_gains", [False, True])
+def test_heads_enter_the_cells_of_their_tokens(is_interleaved: bool, has_gains: bool) -> None:
+    from overspill.kernels.triton.heads import Angles, HeadGains, prepare_heads
+    from overspill.kernels.triton.steps import prepare_steps
+
+    slots, positions = [1, 0], [5, 17]
+    H, G, A, B = 4, 2, 24, 16
+    q, k, v = _random(2, H * A, seed=1), _random(2, G * A, seed=2), _random(2, G * B, seed=3)
+    cos, sin = _random(2, 8, seed=4), _random(2, 8, seed=5)
+    gains = (_random(A, seed=6), _random(A, seed=7)) if has_gains else (None, None)
+    caches = _random(2, G, 20, A, seed=8), _random(2, G, 20, B, seed=9)
+    wanted = tuple(cache.clone() for cache in caches)
+    wanted_q = []
+    for t, (slot, cell) in enumerate(zip(slots, positions, strict=True)):
+        rows, cells = slice(t, t + 1), tuple(cache[slot, :, cell : cell + 1] for cache in wanted)
+        angles = Angles(cos[rows], sin[rows], is_interleaved)
+        how = angles, HeadGains(*gains, 1e-5)
+        wanted_q.append(prepare_heads(q[rows], k[rows], v[rows], cells, *how, dtype=torch.float32))
+
+    steps = Steps(*(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (slots, positions)))
+    how = Angles(cos, sin, is_interleaved), HeadGains(*gains, 1e-5)
+    queries = prepare_steps(q, k, v, caches, steps, *how, dtype=torch.float32)
+
+    torch.testing.assert_close(queries, torch.cat(wanted_q))
+    for cache, expected in zip(caches, wanted, strict=True):
+        torch.testing.assert_close(cache, expected)
+
+
+def test_mail_arrives_whole_and_late_mail_is_noted() -> None:
+    from overspill.kernels.triton.mail import put_mail, take_mail
+
+    parts = [_random(3, 700, seed=1), torch.arange(24, dtype=torch.int32, device=DEVICE).view(3, 8)]
+    box = torch.zeros(3 * 708, dtype=torch.int32)
+    flags, late = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    step = torch.tensor([7], device=DEVICE)
+
+    put_mail(step, parts, box, flags)
+    received = [torch.zeros_like(part) for part in parts]
+    take_mail(step, received, box, flags, late)
+
+    assert flags.tolist() == [7, 7]
+    assert late.item() == 0
+    for part, copy in zip(parts, received, strict=True):
+        assert torch.equal(part, copy)
