@@ -15,6 +15,7 @@ LAYERS = [
     {"models"},
     {"pipeline"},
     {"engine"},
+    {"hardware"},
     {"llm"},
     {"cli", "commands", "bench", "server"},
 ]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from overspill.gguf.source import ModelSource
-from overspill.llm import machine_for, needs_on, shape_for
+from overspill.hardware import machine_for, needs_on, shape_for
 from overspill.models.check import understand
 from overspill.options import options_from
 from overspill.pipeline.choose import Plan, choose
