@@ -81,6 +81,7 @@ MODELS = [
     Case("deepseek_v3"),
     Case("deepseek_v4"),
     Case("llama4"),
+    Case("qwen4_exp"),
     Case("gemma3", llamacpp=1e-2),
     Case("qwen3next", hf=1e-3, llamacpp=1e-3),
     Case("qwen3next-mtp", hf=1e-3, llamacpp=1e-3),

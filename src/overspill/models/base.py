@@ -65,6 +65,11 @@ class Block:
         """`name.scale`, what products with `name.weight` are multiplied by; None where the file has none."""
         return self._vectors.get(name + ".scale")
 
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are, for blocks that have vectors."""
+        return next(iter(self._vectors.values())).device
+
     def has(self, name: str) -> bool:
         """Whether `name.weight` is in the file."""
         return name + ".weight" in self._matrices or name + ".weight" in self._vectors

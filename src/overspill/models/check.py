@@ -115,7 +115,8 @@ def _layer_of(name: str) -> int | None:
 
 def _check(spec: TensorSpec, info: TensorInfo) -> None:
     is_row = len(spec.shape) == 1 and info.shape == (1, *spec.shape)
-    if info.shape != spec.shape and not is_row:
+    is_longer = spec.is_padded and info.shape[0] >= spec.shape[0] and info.shape[1:] == spec.shape[1:]
+    if info.shape != spec.shape and not is_row and not is_longer:
         what = "the vocabulary size does not match: " if spec.name == "token_embd.weight" else ""
         raise UserError(f"tensor {spec.name}: {what}shape {_gguf(info.shape)}, expected {_gguf(spec.shape)}")
     if spec.is_index:

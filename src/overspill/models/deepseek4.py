@@ -153,7 +153,7 @@ class Model(StreamModel):
             scores.append((products * weights[first : first + n, :, None]).sum(1))
         return torch.cat(scores)
 
-    def project(self, block: Block, attended: torch.Tensor) -> torch.Tensor:
+    def project(self, i_layer: int, block: Block, attended: torch.Tensor) -> torch.Tensor:
         """Groups of heads become latents, which become the output together."""
         groups = attended.unflatten(1, (self._v4.n_groups, -1))
         latents = block.ops.linear_heads(groups, _of_groups(block.matrix("attn_output_a"), self._v4.n_groups))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from overspill.cache.kv import KvCache
 from overspill.models.base import Block, HParams, UbatchView
-from overspill.models.layers import linear, linears
+from overspill.models.layers import PutHeads, linear, linears
 from overspill.models.recurrent import PER_HEAD, Tokens, causal_conv, delta_rule, run_segments, unit_heads
 from overspill.models.specs.qwen3next import FFN_NORM
 from overspill.models.specs.recurrent import DeltaHParams
@@ -44,7 +44,13 @@ class Model(Transformer):
         q, k, v = linears(block, ("attn_q", "attn_k", "attn_v"), normed)
         q, gate = (x.flatten(1) for x in q.view(len(q), -1, 2, self.hparams.head_dim).unbind(2))
         put = self.put_projected(i_layer, block, (q, k, v), cache, view)
-        return self.attend_cells(i_layer, block, put, cache, view) * torch.sigmoid(gate)
+        return self.attend_put(i_layer, normed, put, cache, view) * torch.sigmoid(gate)
+
+    def attend_put(
+        self, i_layer: int, normed: torch.Tensor, put: PutHeads, cache: KvCache, view: UbatchView
+    ) -> torch.Tensor:
+        """Hook: keys and values enter the cache, and queries attend to what they may see of it."""
+        return self.attend_cells(i_layer, self._blocks[i_layer], put, cache, view)
 
     def _delta(
         self, i_layer: int, block: Block, normed: torch.Tensor, cache: KvCache, view: UbatchView
@@ -71,8 +77,12 @@ class Model(Transformer):
             y, state = delta_rule(tokens, state, PER_HEAD)
             return y, (before, state)
 
-        y = run_segments(view.segments, (qkv.float(), g, torch.sigmoid(b)), cache.state, step)
+        y = run_segments(view.segments, (qkv.float(), g, torch.sigmoid(b)), cache.state[:2], step)
         y = block.ops.rms_norm(y, block.vector("ssm_norm"), hp.rms_eps).flatten(1)
+        return self.gate_delta(block, z, y)
+
+    def gate_delta(self, block: Block, z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Hook: what the rule gives, `y`, behind its gate."""
         return block.ops.swiglu(z, y)
 
     def decay_and_strength(self, block: Block, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -33,6 +33,7 @@ from overspill.models.specs import (
     qwen3moe,
     qwen3next,
     qwen3vlmoe,
+    qwen4exp,
     qwen35,
     qwen35moe,
 )
@@ -58,6 +59,7 @@ _SPECS: dict[str, ModuleType] = {
     "qwen3moe": qwen3moe,
     "qwen3next": qwen3next,
     "qwen3vlmoe": qwen3vlmoe,
+    "qwen4exp": qwen4exp,
     "qwen35": qwen35,
     "qwen35moe": qwen35moe,
 }

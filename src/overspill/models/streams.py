@@ -87,14 +87,14 @@ class StreamModel(Transformer):
         block, X = self._blocks[i_layer], Row.of(x, self._streams).settled()
         self.before_layer(i_layer, X, x, cache, view)
         mixed = self.mix(block, "attn", X)
-        y = self.project(block, self.attention(i_layer, block, mixed.x, cache, view))
+        y = self.project(i_layer, block, self.attention(i_layer, block, mixed.x, cache, view))
         out = x.clone()
         torch.add(mixed.kept, mixed.shares[:, :, None] * y[:, None], out=Row.of(out, self._streams).streams)
         return out
 
-    def project(self, block: Block, attended: torch.Tensor) -> torch.Tensor:
+    def project(self, i_layer: int, block: Block, attended: torch.Tensor) -> torch.Tensor:
         """Hook: the output of all heads -> `[T, D]`."""
-        return linear(block, "attn_output", attended)
+        return linear(block, self.attention_output(i_layer), attended)
 
     def route(self, i_layer: int, x: torch.Tensor, view: UbatchView) -> Routing:
         """The shared experts' output is pending from here on; the routed ones are added to it."""

@@ -262,4 +262,4 @@ def _rope(hp: HParams, i_layer: int, block: Block) -> Rope | None:
     if params is None:
         return None
     factors = block.vector("rope_freqs") if block.has("rope_freqs") else None
-    return Rope(params, factors, block.vector("attn_norm").device)
+    return Rope(params, factors, block.device)

@@ -203,7 +203,11 @@ def with_embedding(
 ) -> tuple[Placement, Layout]:
     """The token embedding on the device of the first layer, where it is faster than the host and has room for it."""
     first = layout.layer_device[0]
-    if first == layout.host or machine.devices[first].tflops * 1e3 < _FASTER_THAN_HOST * machine.cpu_gflops:
+    if (
+        shape.has_lookup
+        or first == layout.host
+        or machine.devices[first].tflops * 1e3 < _FASTER_THAN_HOST * machine.cpu_gflops
+    ):
         return placement, layout
     budget = placement.budgets[first]
     if budget.spare_bytes < shape.embed_bytes + machine.devices[first].reserve_bytes:

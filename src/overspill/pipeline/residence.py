@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from overspill.pipeline.reading import LoadMode
 
-_WILL_NEED = 3
+_RANDOM, _WILL_NEED = 1, 3
 _MAX_RESERVE_BYTES = 4 << 30
 _RESERVE_SHARE = 16
 _MIB = 1 << 20
@@ -101,6 +101,13 @@ def read_ahead(views: Iterable[Bytes], budget_bytes: int) -> threading.Thread | 
     thread = threading.Thread(target=run, name="read ahead", daemon=True)
     thread.start()
     return thread
+
+
+def read_at_random(view: Bytes) -> Bytes:
+    """The same bytes, of which little will be read, here and there: nothing around it should be read too."""
+    for start, n_bytes in _pages([view]):
+        _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(n_bytes), _RANDOM)
+    return view
 
 
 def lock(views: Iterable[Bytes], free_bytes: int) -> int:

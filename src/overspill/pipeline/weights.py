@@ -25,10 +25,11 @@ from overspill.models.layers import PARTS, expert_vectors
 from overspill.pipeline.arena import Arena
 from overspill.pipeline.host_budget import LOAD_CHUNK_BYTES, load_chunk_bytes
 from overspill.pipeline.reading import LoadMode, ReadInto, TensorReader, reader_of, tensor_over
-from overspill.pipeline.residence import Bytes, Residence, lock, reserve_bytes
+from overspill.pipeline.residence import Bytes, Residence, lock, read_at_random, reserve_bytes
 from overspill.pipeline.ring import LoadRing, PinnedRing
 from overspill.pipeline.split import Layout
 from overspill.pipeline.upload import WIDE_VALUE_BYTES, HostExperts, HostPart
+from overspill.placement.shape import TOKEN_EMBEDDING, Role, role_of
 from overspill.quant.dequant import dequantize
 from overspill.quant.experts import ExpertVectors
 from overspill.quant.qtensor import QTensor
@@ -87,7 +88,7 @@ def load(
                 )
             own = [s for s in layer_specs if s.name not in staged.get(i_layer, ())]
             blocks.append(loader.block(devices.all[layout.layer_device[i_layer]], [*own, *shared]))
-        embedding = loader.block(devices.all[layout.embed_device], [top["token_embd.weight"]])
+        embedding = loader.block(devices.all[layout.embed_device], [s for s in top.values() if _is_embedding(s.name)])
         head = loader.block(devices.all[layout.output_device], _head(top), tied="output.weight" not in top)
         loader.free_ring_host()
         arena = Arena(source, reader, devices.host, mode)
@@ -131,6 +132,10 @@ def _host_experts(
 def _head(top: dict[str, TensorSpec]) -> list[TensorSpec]:
     tied = [] if "output.weight" in top else [top["token_embd.weight"]]
     return [spec for name, spec in top.items() if name.startswith("output")] + tied
+
+
+def _is_embedding(name: str) -> bool:
+    return role_of(name)[0] is Role.LOOKUP or name == TOKEN_EMBEDDING
 
 
 def _is_routed(name: str) -> bool:
@@ -230,6 +235,8 @@ class _Loader:
 
     def _on_host(self, info: TensorInfo) -> torch.Tensor:
         """Bytes of a tensor that the CPU computes with: where they are, unless the mode wants a copy."""
+        if role_of(info.name)[0] is Role.LOOKUP:
+            return tensor_over(read_at_random(self._source.bytes_of(info.name)))
         is_in_file = self._source.file_range(info.name) is not None
         if self._mode.is_mapped or not is_in_file:
             view = self._source.bytes_of(info.name)

@@ -17,15 +17,20 @@ from typing import Final, NamedTuple
 
 TOKEN_EMBEDDING: Final = "token_embd.weight"
 OUTPUT_WEIGHT: Final = "output.weight"
+LOOKUP_TABLE: Final = "per_layer_token_embd.weight"
 
 _LAYER: Final = re.compile(r"blk\.(\d+)\.")
 _EXPERT: Final = re.compile(r"blk\.\d+\.ffn_(?:gate|up|down|gate_up)(?:_(?:ch)?exps|\.\d+)\.weight")
 
 
 class Role(StrEnum):
-    """Which rule places a tensor: read on the host, part of a layer, routed experts of a layer, or of the output."""
+    """Which rule places a tensor: read on the host, part of a layer, routed experts of a layer, or of the output.
+
+    LOOKUP: a table of which so few rows are ever read that it stays in the file, and takes no memory.
+    """
 
     EMBED = "embed"
+    LOOKUP = "lookup"
     LAYER = "layer"
     EXPERT = "expert"
     OUTPUT = "output"
@@ -49,6 +54,8 @@ def role_of(name: str) -> tuple[Role, int | None]:
     layer = _LAYER.match(name)
     if layer is not None:
         return (Role.EXPERT if _EXPERT.fullmatch(name) else Role.LAYER), int(layer[1])
+    if name == LOOKUP_TABLE:
+        return Role.LOOKUP, None
     return (Role.OUTPUT if name.startswith("output") else Role.EMBED), None
 
 
@@ -117,6 +124,11 @@ class ModelShape:
     @cached_property
     def embed_bytes(self) -> int:
         return self._bytes_of(Role.EMBED)
+
+    @cached_property
+    def has_lookup(self) -> bool:
+        """Whether embeddings read a table that stays in the file: then the host makes them."""
+        return any(t.role is Role.LOOKUP for t in self.tensors)
 
     @cached_property
     def output_bytes(self) -> int:

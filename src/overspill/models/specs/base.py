@@ -21,13 +21,14 @@ MAX_LAYERS = 4096  # thirty times the deepest model there is; a damaged count mu
 class TensorSpec(NamedTuple):
     """A tensor an architecture reads: GGUF name, shape in torch order, and whether a file may lack it.
 
-    is_index: it holds whole numbers (I32), such as expert ids, and not weights.
+    is_index: it holds whole numbers (I32), such as expert ids, and not weights. is_padded: it may have more rows.
     """
 
     name: str
     shape: tuple[int, ...]
     is_required: bool = True
     is_index: bool = False
+    is_padded: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
