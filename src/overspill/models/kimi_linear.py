@@ -41,7 +41,9 @@ class Model(deepseek2.Model):
         taps = torch.cat([dequantize(block.matrix(f"ssm_conv1d_{part}")) for part in _PARTS])
         decay, gate, beta = linears(block, ("ssm_f_a", "ssm_g_a", "ssm_beta"), normed)
         decay, gate = linear(block, "ssm_f_b", decay), linear(block, "ssm_g_b", gate)
-        step = F.softplus(decay.float() + block.bias("ssm_dt")).unflatten(-1, (hp.delta.n_heads, -1))
+        dt = block.bias("ssm_dt")
+        assert dt is not None
+        step = F.softplus(decay.float() + dt).unflatten(-1, (hp.delta.n_heads, -1))
         g, beta = step * block.values("ssm_a")[:, None], torch.sigmoid(beta.float())[..., None]
         y = mix_tokens(hp.delta, view.segments, (qkv, g, beta), cache.state, taps, PER_CHANNEL, eps=hp.rms_eps)
         y = block.ops.rms_norm(y, block.vector("ssm_norm"), hp.rms_eps).flatten(1)
