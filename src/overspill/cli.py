@@ -20,6 +20,7 @@ import typer
 
 from overspill.errors import UserError
 from overspill.options import FLAGS, HELP
+from overspill.sampling_flags import SAMPLING_FLAGS, sampling_fields
 
 app = typer.Typer(
     name="overspill",
@@ -56,6 +57,31 @@ def _with_options(*leave_out: str) -> Callable[[Callable[..., None]], Callable[.
     return decorate
 
 
+def _with_sampling(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the flags of `SAMPLING_FLAGS` to a command; it receives them as the dict `sampling_flags`."""
+
+    @wraps(command)
+    def wrapper(**given: Any) -> None:
+        command(sampling_flags={name: given.pop(name) for name in SAMPLING_FLAGS}, **given)
+
+    own = inspect.signature(command, eval_str=True).parameters.values()
+    added = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            annotation=Annotated[
+                flag.kind if flag.kind in (bool, list[str] | None) else flag.kind | None,
+                typer.Option(*flag.flags, help=flag.doc, rich_help_panel="Sampling"),
+            ],
+            default=False if flag.kind is bool else None,
+        )
+        for name, flag in SAMPLING_FLAGS.items()
+    ]
+    kept = [p for p in own if p.name not in ("sampling_flags", *SAMPLING_FLAGS)]
+    wrapper.__signature__ = inspect.Signature(kept + added)  # type: ignore[attr-defined]
+    return wrapper
+
+
 def _flag(name: str) -> Any:
     option = typer.Option(*FLAGS[name], help=HELP[name], rich_help_panel="Machine and plan")
     kind: Any = {"cpu_moe": bool, "force_xdev_sync": bool, "override_tensor": list[str] | None}.get(name, str | None)
@@ -64,6 +90,7 @@ def _flag(name: str) -> Any:
 
 @app.command()
 @_with_options()
+@_with_sampling
 def run(
     *,
     model: ModelFile,
@@ -71,51 +98,38 @@ def run(
     file: Annotated[
         Path | None, typer.Option("--file", "-f", help="read the prompt from a file; -p follows it")
     ] = None,
-    n_predict: Annotated[int, typer.Option("--n-predict", "-n", help="most tokens to generate; -1: no limit")] = -1,
     chat: Annotated[bool, typer.Option("--chat", help="wrap the prompt in the model's chat template")] = False,
     system: Annotated[
         str | None, typer.Option("--system", "-sys", help="system message of a conversation (without -p and -f)")
     ] = None,
-    temperature: Annotated[float, typer.Option("--temp", help="0: greedy")] = 0.8,
-    top_k: Annotated[int, typer.Option("--top-k", help="0: off")] = 40,
-    top_p: Annotated[float, typer.Option("--top-p", help="1: off")] = 0.95,
-    min_p: Annotated[float, typer.Option("--min-p", help="0: off")] = 0.05,
-    repeat_penalty: Annotated[float, typer.Option("--repeat-penalty", help="1: off")] = 1.0,
-    repeat_last_n: Annotated[int, typer.Option("--repeat-last-n", help="tokens the penalties look at")] = 64,
-    seed: Annotated[int | None, typer.Option("--seed", "-s", help="of the sampler")] = None,
-    stop: Annotated[list[str] | None, typer.Option("--stop", "-r", help="text that ends the answer")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", "--reverse-prompt", "-r", help="text that ends the answer")
+    ] = None,
     as_json: AsJson = False,
+    sampling_flags: dict[str, Any],
     options: dict[str, Any],
 ) -> None:
     """Continue a prompt; without one, talk: a conversation in the terminal."""
     from overspill.commands.chat import run_chat
     from overspill.commands.run import run_prompt
-    from overspill.engine.params import SamplingParams
+    from overspill.commands.sampling import Sampling
 
-    params = SamplingParams(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repeat_penalty=repeat_penalty,
-        repeat_last_n=repeat_last_n,
-        seed=seed,
-        max_tokens=n_predict,
-    )
+    sampling = Sampling.of(sampling_fields(sampling_flags))
     if prompt is None and file is None:
         if as_json:
             raise UserError("--json: a conversation has no JSON; give a prompt with -p or -f")
-        run_chat(model, params, system=system, stop=stop or (), options=options)
+        run_chat(model, sampling, system=system, stop=stop or (), options=options)
         return
     if system is not None:
         raise UserError("--system: it is for a conversation; leave out -p and -f")
     run_prompt(
-        model, _prompt_text(prompt, file), params, stop=stop or (), is_chat=chat, as_json=as_json, options=options
+        model, _prompt_text(prompt, file), sampling, stop=stop or (), is_chat=chat, as_json=as_json, options=options
     )
 
 
 @app.command()
 @_with_options("trace")
+@_with_sampling
 def serve(
     *,
     model: ModelFile,
@@ -124,18 +138,48 @@ def serve(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", help="port to listen on; 0: a free one")] = 8080,
     api_key: Annotated[str | None, typer.Option("--api-key", help="keys that clients must have one of: K1,K2")] = None,
+    api_key_file: Annotated[Path | None, typer.Option("--api-key-file", help="the same, a key a line")] = None,
     alias: Annotated[str | None, typer.Option("--alias", "-a", help="name of the model in answers")] = None,
     api_prefix: Annotated[str, typer.Option("--api-prefix", help="put before every path, as in /llm")] = "",
+    chat_template: Annotated[
+        str | None, typer.Option("--chat-template", help="Jinja template instead of the model's own")
+    ] = None,
+    chat_template_file: Annotated[
+        Path | None, typer.Option("--chat-template-file", help="the same, from a file")
+    ] = None,
+    chat_template_kwargs: Annotated[
+        str | None, typer.Option("--chat-template-kwargs", help="JSON object of variables for the template")
+    ] = None,
+    reasoning_format: Annotated[
+        str | None, typer.Option("--reasoning-format", help="thoughts: auto, deepseek (apart) or none (in the text)")
+    ] = None,
+    reasoning_budget: Annotated[
+        int | None, typer.Option("--reasoning-budget", help="0: no thoughts; -1: as many as the model likes")
+    ] = None,
+    cache_prompt: Annotated[
+        bool, typer.Option("--cache-prompt/--no-cache-prompt", help="reuse what a slot has of a prompt")
+    ] = True,
+    sampling_flags: dict[str, Any],
     options: dict[str, Any],
 ) -> None:
     """Serve the model over HTTP: OpenAI's endpoints and llama-server's."""
     _require_server()
-    from overspill.commands.serve import serve_model
+    from overspill.commands.serve import request_defaults, serve_model
     from overspill.server.settings import ServerSettings
 
-    keys = frozenset() if api_key is None else frozenset(api_key.split(","))
-    settings = ServerSettings(host=host, port=port, api_keys=keys, name=alias or "", api_prefix=api_prefix)
-    serve_model(model, settings, options)
+    keys = [*(api_key.split(",") if api_key is not None else []), *_lines_of(api_key_file)]
+    defaults = sampling_fields(sampling_flags) | request_defaults(
+        chat_template_kwargs, reasoning_format, reasoning_budget, caches=cache_prompt
+    )
+    settings = ServerSettings(
+        host=host, port=port, api_keys=frozenset(keys), name=alias or "", api_prefix=api_prefix, defaults=defaults
+    )
+    template = _read_text(chat_template_file) if chat_template_file is not None else chat_template
+    serve_model(model, settings, options, template)
+
+
+def _lines_of(file: Path | None) -> list[str]:
+    return [] if file is None else [line.strip() for line in _read_text(file).splitlines() if line.strip()]
 
 
 def _require_server() -> None:
@@ -294,7 +338,7 @@ def main() -> None:
     """Entry point of the `overspill` command."""
     logging.basicConfig(level=logging.WARNING, format="overspill: %(levelname)s: %(message)s", stream=sys.stderr)
     try:
-        code = app(args=sys.argv[1:] or ["--help"], prog_name="overspill", standalone_mode=False)
+        code = app(args=_arguments(sys.argv[1:]), prog_name="overspill", standalone_mode=False)
     except UserError as error:
         _refuse(str(error))
     except _BadCommandLine as error:
@@ -303,6 +347,15 @@ def main() -> None:
     except BrokenPipeError:
         raise SystemExit(141) from None
     raise SystemExit(code)
+
+
+def _arguments(given: list[str]) -> list[str]:
+    """The command line, flags of llama-server and llama-cli translated where they mean something here."""
+    if given[:1] in (["serve"], ["run"]):
+        from overspill.commands.llama_flags import translated
+
+        return [given[0], *translated(given[1:])]
+    return given or ["--help"]
 
 
 def _refuse(message: str) -> NoReturn:

@@ -20,6 +20,7 @@ import torch
 
 from overspill.device.base import Span
 from overspill.device.lane import Lane
+from overspill.engine.constraint import Constraint
 from overspill.engine.engine import Engine
 from overspill.engine.loop import EngineLoop, EventStream
 from overspill.engine.params import SamplingParams
@@ -167,10 +168,12 @@ class LLM:
 
     # --- ids in, events out: the door for server, command line and benchmark
 
-    def request(self, ids: Sequence[int], params: SamplingParams | None = None) -> Request:
+    def request(
+        self, ids: Sequence[int], params: SamplingParams | None = None, constraint: Constraint | None = None
+    ) -> Request:
         """A request for `submit`, with the model's own end tokens."""
         ends = frozenset[int]() if self._tokenizer is None else self._tokenizer.eos_ids
-        return Request(f"r{next(self._numbers)}", tuple(ids), params or SamplingParams(), ends)
+        return Request(f"r{next(self._numbers)}", tuple(ids), params or SamplingParams(), ends, constraint)
 
     def submit(self, request: Request) -> EventStream:
         """Queue a request; iterate the result for its events. Closing it early cancels the request."""

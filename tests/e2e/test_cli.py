@@ -132,6 +132,34 @@ def test_stop_string_and_seed(capsys: Capture) -> None:
     assert hot[0] == hot[1] != hot[2]
 
 
+def test_constrained_answers(capsys: Capture, tmp_path: Path) -> None:
+    options = ["-p", "Hello", "-n", "60", "-dev", "cpu", "-c", "128"]
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}, "required": ["n"]}
+    schema["additionalProperties"] = False
+    file = tmp_path / "schema.json"
+    file.write_text(json.dumps(schema))
+    for flags in (["-j", json.dumps(schema)], ["--json-schema-file", file]):
+        assert json.loads(run_json(capsys, *options, *flags)["text"])["n"] <= 9
+    grammar = tmp_path / "answer.gbnf"
+    grammar.write_text('root ::= "yes" | "no"  # one of them\n')
+    for flags in (["--grammar", grammar.read_text()], ["--grammar-file", grammar]):
+        assert run_json(capsys, *options, *flags)["text"] in ("yes", "no")
+    ran = main(capsys, "run", "-m", MODEL, *options, "--json-schema", '{"type": "nosuch"}')
+    assert (ran.code, ran.err) == (2, "overspill: error: json_schema: Invalid type: nosuch\n")
+
+
+def test_samplers_by_flag(capsys: Capture) -> None:
+    """top_k 1 alone is greedy at any temperature; without top_k in the list it is not."""
+    options = ["-p", "Hello", "-n", "12", "-dev", "cpu", "-c", "64"]
+    greedy = run_json(capsys, *options)["tokens"]
+    hot = ["--temp", "3", "--top-k", "1", "-s", "5"]
+    assert run_json(capsys, *options, *hot)["tokens"] == greedy
+    assert run_json(capsys, *options, *hot, "--sampling-seq", "kt")["tokens"] == greedy
+    assert run_json(capsys, *options, *hot, "--samplers", "temperature")["tokens"] != greedy
+    dry = ["--dry-multiplier", "50", "--dry-allowed-length", "0", "--dry-sequence-breaker", "none"]
+    assert run_json(capsys, *options, *dry)["tokens"] != greedy or len(set(greedy)) == len(greedy)
+
+
 def test_trace_is_drawn(capsys: Capture, tmp_path: Path) -> None:
     trace, picture = tmp_path / "trace.json", tmp_path / "trace.png"
     run_json(capsys, "-p", "Hello", "-n", "2", "--trace", trace, *SPILLING, "--policy", "all")
@@ -347,6 +375,13 @@ def test_bad_value_of_each_flag(capsys: Capture, name: str) -> None:
         ([*RUN, "-n"], ["'-n' requires an argument"]),
         ([*RUN, "-n", "many"], ["'--n-predict'", "integer"]),
         ([*RUN, "-n", "-2"], ["max_tokens: -2"]),
+        ([*RUN, "--samplers", "top_k;nosuch"], ["samplers", "nosuch"]),
+        ([*RUN, "--grammar", "root ::= nosuch"], ["grammar: line 1", "nosuch"]),
+        ([*RUN, "--grammar-file", "/no/such.gbnf"], ["--grammar-file /no/such.gbnf"]),
+        ([*RUN, "--json-schema", "{"], ["json_schema"]),
+        ([*RUN, "-j", "{}", "--grammar", 'root ::= "a"'], ["--grammar", "exclude"]),
+        ([*RUN, "-j", "{}", "--ignore-eos"], ["--ignore-eos"]),
+        ([*RUN, "--mirostat", "3"], ["mirostat: 3"]),
         ([*RUN, "--temp", "-1"], ["temperature: -1"]),
         ([*RUN, "--temp", "nan"], ["temperature: nan"]),
         ([*RUN, "--top-k", "-1"], ["top_k: -1"]),
@@ -354,7 +389,7 @@ def test_bad_value_of_each_flag(capsys: Capture, name: str) -> None:
         ([*RUN, "--min-p", "-0.1"], ["min_p: -0.1"]),
         ([*RUN, "--repeat-penalty", "0"], ["repeat_penalty"]),
         ([*RUN, "--repeat-last-n", "-3"], ["repeat_last_n: -3"]),
-        ([*RUN, "--seed", "-1"], ["seed: -1"]),
+        ([*RUN, "--seed", "-2"], ["seed: -2"]),
         ([*RUN, "--stop", "", "-dev", "cpu", "-c", "64"], ["empty string"]),
         ([*RUN, "-c", "64", "-dev", "virtual:2", "-ts", "1,2,3"], ["-ts 1,2,3", "3 shares for 2 devices"]),
         ([*RUN, "-c", "1"], ["context per slot 1"]),

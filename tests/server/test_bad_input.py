@@ -60,8 +60,6 @@ WRONG_FIELDS: list[tuple[str, Any]] = [
     ("post_sampling_probs", 1),
 ]
 UNSERVED: list[tuple[str, Any]] = [
-    ("grammar", 'root ::= "a"'),
-    ("json_schema", {}),
     ("samplers", ["temperature", "adaptive_p"]),
     ("samplers", "ki"),
     ("samplers", ["nosuch"]),
@@ -69,8 +67,6 @@ UNSERVED: list[tuple[str, Any]] = [
 ]
 UNSERVED_CHAT: list[tuple[str, Any]] = [
     ("tools", [{"type": "function", "function": {"name": "f"}}]),
-    ("response_format", {"type": "json_object"}),
-    ("response_format", {"type": "json_schema", "json_schema": {"schema": {}}}),
     ("continue_final_message", True),
 ]
 WRONG_MESSAGES: list[Any] = [

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from typer.main import get_command
 
+from overspill.cli import app
+from overspill.commands.llama_flags import translated
 from tests.helpers.cli import main
 from tests.server.served import MODEL
 
@@ -17,10 +20,39 @@ from tests.server.served import MODEL
         (["--np", "x"], "--np"),
         (["-np", "0"], "-np 0"),
         (["-m", "nowhere.gguf"], "nowhere.gguf"),
+        (["--temp", "x"], "--temp"),
+        (["--samplers", "top_k;nosuch"], "nosuch"),
+        (["--mirostat", "3"], "mirostat"),
+        (["--grammar", "root ::= nosuch"], "nosuch"),
+        (["--api-key-file", "nowhere.txt"], "nowhere.txt"),
+        (["--chat-template", "chatml"], "--chat-template chatml"),
+        (["--chat-template-kwargs", "[1]"], "--chat-template-kwargs"),
+        (["--reasoning-format", "x"], "reasoning_format"),
+        (["--reasoning-budget", "5"], "--reasoning-budget 5"),
+        (["-ctk", "q8_0"], "-ctk: cells are held"),
+        (["--cache-type-v=q8_0"], "--cache-type-v"),
+        (["--lora", "x.gguf"], "--lora: adapters are not supported"),
+        (["-fa", "on", "--jinja", "-hf", "a/b"], "-hf: models are read from files; give -m FILE"),
     ],
 )
 def test_bad_flags(capsys: pytest.CaptureFixture[str], flags: list[str], says: str) -> None:
     assert says in main(capsys, "serve", "-m", MODEL, "--port", "0", *flags).refusal
+
+
+def test_flags_of_llama_server_are_translated() -> None:
+    given = "-m x.gguf -fa on --jinja --no-mmap -cb --metrics -c 4096 --threads-http=4 -tb 8 --n-parallel 2 -p --jinja"
+    want = "-m x.gguf --load-mode none -c 4096 --parallel 2 -p --jinja"
+    assert translated(given.split()) == want.split()
+    assert translated(["-fa"]) == []
+
+
+def test_no_flag_is_both_an_option_here_and_one_of_llama_servers_alone() -> None:
+    """Whatever `serve` and `run` know themselves must reach them."""
+    for command in ("serve", "run"):
+        known = {flag for p in get_command(app).commands[command].params for flag in (*p.opts, *p.secondary_opts)}
+        assert "--temp" in known
+        for flag in known:
+            assert translated([flag, "1"]) == [flag, "1"]
 
 
 def test_a_model_that_cannot_be_loaded(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ among them, which come first; `experts` are how many there are, how many a token
 
 from __future__ import annotations
 
-Value = bool | int | float | str | tuple[int, ...]
+Value = bool | int | float | str
 Values = dict[str, Value]
 
 

@@ -24,7 +24,7 @@ from overspill.bench.families import (
     qwen3,
     qwen3moe,
 )
-from overspill.bench.hybrids import kimi_linear, qwen35
+from overspill.bench.hybrids import qwen35
 
 SHAPES: Final[dict[str, dict[str, Value]]] = {
     "qwen3-30b-a3b": qwen3moe(48, 2048, heads=(32, 4), n_ff=768, rope_base=1e6),
@@ -70,7 +70,6 @@ SHAPES: Final[dict[str, dict[str, Value]]] = {
         scale=2.827,
         yarn=(64.0, 0.1),
     ),
-    "kimi-linear-48b-a3b": kimi_linear(),
     "glm-4.5-air": glm4((46, 1), 4096, n_ff=10944, experts=(128, 8, 1408), scale=1.0),
     "glm-4.5": glm4((92, 3), 5120, n_ff=12288, experts=(160, 8, 1536), scale=2.5),
     "minimax-m2": minimax(),

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from overspill.bench.families import Value
 from overspill.bench.shapes import SHAPES
 from overspill.errors import UserError
 from overspill.gguf.keys import Keys
@@ -106,13 +105,7 @@ def synthetic(shape: str, *, quant: str, n_layer: int | None = None, seed: int =
     values = dict(SHAPES[shape])
     if n_layer is not None:
         values[f"{values['general.architecture']}.block_count"] = n_layer
-        values = {key: _of_depth(value, n_layer) for key, value in values.items()}
     return SyntheticModel(f"{shape} {quant} (random)", Keys.of(values, shape), TensorType[quant], seed)
-
-
-def _of_depth(value: Value, n_layer: int) -> Value:
-    """What is said for each layer goes on as it began."""
-    return tuple(value[i % len(value)] for i in range(n_layer)) if isinstance(value, tuple) else value
 
 
 def _can_make(type: TensorType) -> bool:

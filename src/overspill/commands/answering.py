@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from overspill.commands.screen import bar
+from overspill.engine.constraint import Constraint
 from overspill.engine.params import SamplingParams
 from overspill.engine.request import DoneEvent, ProgressEvent, Timings, TokenEvent
 from overspill.errors import UserError
@@ -31,11 +32,13 @@ def answer(
     *,
     stop: Sequence[str] = (),
     shown_ids: Collection[int] = (),
+    constraint: Constraint | None = None,
 ) -> Answered:
-    """Generate; `show` gets the text piece by piece. shown_ids: control tokens to be seen. An interrupt cancels it."""
+    """Generate; `show` gets the text piece by piece. shown_ids: control tokens to be seen. constraint: of this answer
+    alone. An interrupt cancels it."""
     answered, text = Answered(), TextStream(llm.tokenizer, stop, shown_ids=shown_ids)
     is_stopped = False
-    with ExitStack() as until_first_token, llm.submit(llm.request(ids, params)) as events:
+    with ExitStack() as until_first_token, llm.submit(llm.request(ids, params, constraint)) as events:
         progress = until_first_token.enter_context(bar("prompt", "tokens"))
         for event in events:
             match event:

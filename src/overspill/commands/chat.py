@@ -15,21 +15,23 @@ from typing import Any
 
 from overspill.commands.answering import answer
 from overspill.commands.files import open_for_text
+from overspill.commands.sampling import Sampling
 from overspill.commands.screen import loading_bar
-from overspill.engine.params import SamplingParams
+from overspill.engine.constraint import Constraint
 from overspill.engine.request import Timings
 from overspill.errors import UserError
 from overspill.llm import LLM
 from overspill.server.dialect import Dialect
 from overspill.server.reading import Part, Reader, Said, Thought
 from overspill.text.chat import ChatTemplate
+from overspill.text.constrain import Deferred
 
 _WELCOME = "Ctrl-C stops an answer, /reset forgets the conversation, /exit or Ctrl-D leaves; a \\ at the end goes on."
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 def run_chat(
-    model: Path, params: SamplingParams, *, system: str | None, stop: Sequence[str], options: Mapping[str, Any]
+    model: Path, sampling: Sampling, *, system: str | None, stop: Sequence[str], options: Mapping[str, Any]
 ) -> None:
     """Load, then talk until the input ends."""
     if "trace" in options:
@@ -40,7 +42,7 @@ def run_chat(
         llm = LLM(source, progress=progress, **options)
     with llm:
         print(_WELCOME, file=sys.stderr)
-        chat = _Chat(llm, template, params, system, stop)
+        chat = _Chat(llm, template, sampling, system, stop)
         for line in _lines():
             if line in ("/exit", "/quit"):
                 return
@@ -55,12 +57,13 @@ class _Chat:
     """A conversation so far."""
 
     def __init__(
-        self, llm: LLM, template: ChatTemplate, params: SamplingParams, system: str | None, stop: Sequence[str]
+        self, llm: LLM, template: ChatTemplate, sampling: Sampling, system: str | None, stop: Sequence[str]
     ) -> None:
         self._llm = llm
         self._template = template
         self._dialect = Dialect.of(template.all_source)
-        self._params = params
+        self._params = sampling.params_for(llm.tokenizer)
+        self._start = sampling.constraint_for(llm.tokenizer)
         self._stop = stop
         self._first = [] if system is None else [{"role": "system", "content": system}]
         self._messages: list[dict[str, Any]] = list(self._first)
@@ -83,14 +86,30 @@ class _Chat:
         screen = _Screen(self._dialect.reader(prompt, tools=(), is_raw=False))
         shown_ids = self._dialect.mark_ids(tokenizer)
         ids = tokenizer.encode_marked(segments)
+        constraint = self._constraint(prompt)
         try:
-            answered = answer(self._llm, ids, self._params, screen.show, stop=self._stop, shown_ids=shown_ids)
+            answered = answer(
+                self._llm,
+                ids,
+                self._params,
+                screen.show,
+                stop=self._stop,
+                shown_ids=shown_ids,
+                constraint=constraint,
+            )
             told = _told(answered.timings, answered.finish_reason)
         except KeyboardInterrupt:
             told = "(stopped)"
         screen.finish()
         print(told, file=sys.stderr)
         return screen.message
+
+    def _constraint(self, prompt: str) -> Constraint | None:
+        """Of one answer, from where its thoughts end."""
+        is_over = self._dialect.ends_thoughts(prompt)
+        if self._start is None or is_over is None:
+            return self._start() if self._start else None
+        return Deferred(self._start(), self._llm.tokenizer, is_over)
 
 
 class _Screen:

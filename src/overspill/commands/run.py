@@ -11,8 +11,8 @@ from typing import Any
 
 from overspill.commands.answering import Answered, answer
 from overspill.commands.files import check_writable, open_for_text
+from overspill.commands.sampling import Sampling
 from overspill.commands.screen import loading_bar
-from overspill.engine.params import SamplingParams
 from overspill.llm import LLM
 from overspill.pipeline.trace import write_trace
 from overspill.placement.report import as_dict, report
@@ -23,7 +23,7 @@ from overspill.text.tokenizer import Tokenizer
 def run_prompt(
     model: Path,
     prompt: str,
-    params: SamplingParams,
+    sampling: Sampling,
     *,
     stop: Sequence[str],
     is_chat: bool,
@@ -39,10 +39,12 @@ def run_prompt(
         with loading_bar() as progress:
             llm = stack.enter_context(LLM(source, progress=progress, **options))
         ids = llm.tokenizer.encode(prompt) if template is None else _chat_ids(llm.tokenizer, template, prompt)
+        params, start = sampling.params_for(llm.tokenizer), sampling.constraint_for(llm.tokenizer)
         if llm.options.trace is not None:
             llm.start_trace()
         pieces: list[str] = []
-        answered = answer(llm, ids, params, pieces.append if as_json else _print, stop=stop)
+        show = pieces.append if as_json else _print
+        answered = answer(llm, ids, params, show, stop=stop, constraint=start() if start else None)
         if llm.options.trace is not None:
             write_trace(llm.take_trace(), Path(llm.options.trace))
         if as_json:

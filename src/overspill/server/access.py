@@ -9,6 +9,7 @@ from fastapi import Depends
 from pydantic import BaseModel
 from starlette.requests import Request
 
+from overspill.server.defaults import with_defaults
 from overspill.server.fields import parse_body
 from overspill.server.host import Host
 from overspill.server.metrics import Metrics
@@ -37,7 +38,9 @@ def body_of(kind: type[B]) -> Callable[[Request], Awaitable[B]]:
     """A dependency that reads the body, whatever content type the client named."""
 
     async def read(request: Request) -> B:
-        return parse_body(kind, await read_object(request, settings_of(request).max_body_bytes))
+        settings = settings_of(request)
+        values = await read_object(request, settings.max_body_bytes)
+        return parse_body(kind, with_defaults(kind, values, settings.defaults))
 
     return read
 

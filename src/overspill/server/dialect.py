@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from overspill.server.reading import PlainReader, Reader, schemas_of
-from overspill.server.reading_channels import CHANNEL, MARKS, ChannelReader
+from overspill.server.reading_channels import CHANNEL, MARKS, ChannelReader, is_final
 from overspill.server.reading_forms import CallForm, call_form
 from overspill.server.reading_tags import CallMarks, TagReader, ThoughtMarks
 from overspill.text.tokenizer import Tokenizer
@@ -46,6 +46,15 @@ class Dialect:
             return PlainReader()
         is_thinking = thoughts is not None and prompt.rstrip().endswith(thoughts.opening)
         return TagReader(thoughts=thoughts, calls=calls, is_thinking=is_thinking)
+
+    def ends_thoughts(self, prompt: str) -> Callable[[str], bool] | None:
+        """Whether an answer so far has come to its proper text, past all thoughts; None where it begins with it."""
+        if self.has_channels:
+            return is_final
+        if self.thoughts is None or not prompt.rstrip().endswith(self.thoughts.opening):
+            return None
+        closing = self.thoughts.closing
+        return lambda text: closing in text
 
     def mark_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
         """Tokens that spell a mark: readers have to see them, whatever kind of token they are."""

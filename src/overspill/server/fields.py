@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from overspill.server.errors import ApiError
+from overspill.text.breakers import DEFAULT_BREAKERS
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -100,7 +101,7 @@ class SamplingFields(Body):
     dry_base: Number = 1.75
     dry_allowed_length: Clamped = 2
     dry_penalty_last_n: Whole = Field(64, ge=-1)
-    dry_sequence_breakers: list[str] = Field(["\n", ":", '"', "*"], min_length=1)
+    dry_sequence_breakers: list[str] = Field(list(DEFAULT_BREAKERS), min_length=1)
     mirostat: Whole = Field(0, ge=0, le=2)
     mirostat_tau: NotNegative = 5.0
     mirostat_eta: NotNegative = 0.1
@@ -110,10 +111,10 @@ class SamplingFields(Body):
     return_progress: Flag = False
     return_tokens: Flag = False
     post_sampling_probs: Flag = False
-
-    # Known, and refused where they would change the answer.
     grammar: str = ""
     json_schema: Any = None
+
+    # Known, and refused where they would change the answer.
     t_max_predict_ms: Number = -1
     n_indent: Whole = 0
     response_fields: list[str] = []

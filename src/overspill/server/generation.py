@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from overspill.engine.constraint import Constraint
 from overspill.engine.loop import EventStream
 from overspill.engine.params import SamplingParams
 from overspill.engine.request import DoneEvent, Event, ProgressEvent, TokenEvent
@@ -23,10 +24,15 @@ from overspill.server.host import Host
 
 MAX_ANSWERS = 128
 
+StartConstraint = Callable[[], Constraint]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What to generate: n answers to each prompt. shown_ids: control tokens that are part of the text."""
+    """What to generate: n answers to each prompt. shown_ids: control tokens that are part of the text.
+
+    start_constraint: makes what each answer is held to.
+    """
 
     prompts: tuple[tuple[int, ...], ...]
     params: SamplingParams
@@ -34,6 +40,7 @@ class Job:
     n: int = 1
     has_logprobs: bool = False
     shown_ids: frozenset[int] = frozenset()
+    start_constraint: StartConstraint | None = None
 
 
 class Progress(NamedTuple):
@@ -83,7 +90,7 @@ class Generation:
         ]
         try:
             for answer in self.answers:
-                self._submit(answer, _params(job, answer.index))
+                self._submit(answer, job)
         except BaseException:
             self.close()
             raise
@@ -111,8 +118,9 @@ class Generation:
             pass
         return self.answers
 
-    def _submit(self, answer: Answer, params: SamplingParams) -> None:
-        request = self._llm.request(answer.prompt_ids, params)
+    def _submit(self, answer: Answer, job: Job) -> None:
+        constraint = None if job.start_constraint is None else job.start_constraint()
+        request = self._llm.request(answer.prompt_ids, _params(job, answer.index), constraint)
         stream = self._llm.submit(request)
         self._ids.append(request.id)
         threading.Thread(target=self._carry, args=(answer, stream), name="overspill-answer", daemon=True).start()

@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import cached_property
 
 from overspill.engine.engine import Engine
 from overspill.engine.request import DoneEvent
@@ -17,6 +18,7 @@ from overspill.server.dialect import Dialect
 from overspill.server.errors import ApiError
 from overspill.server.totals import Totals
 from overspill.text.chat import ChatTemplate
+from overspill.text.constrain import Grammars
 
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 20.0
@@ -55,6 +57,11 @@ class Host:
         if self._llm is None or self._is_closing.is_set():
             raise ApiError(503, "the server is shutting down" if self._is_closing.is_set() else "Loading model")
         return self._llm
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """What compiles grammars for the model's vocabulary."""
+        return Grammars(self.llm.tokenizer)
 
     @property
     def engine(self) -> Engine:

@@ -7,17 +7,21 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from overspill.server.constraints import grammar_of
 from overspill.server.fields import ChatBody, SamplingFields
-from overspill.server.generation import Job
+from overspill.server.generation import Job, StartConstraint
 from overspill.server.host import Host
 from overspill.server.params import chat_probs, check_tools, sampling_params
 from overspill.server.prompts import chat_segments, prompts_of
 from overspill.server.reading import Reader
+from overspill.text.constrain import Deferred, Grammar
 
 
 def prompt_job(host: Host, body: SamplingFields, prompt: Any, n_probs: int | None) -> Job:
     """What to generate for a `prompt` field. n_probs: how many tokens to list, None for no logprobs."""
-    return _job(host, body, prompts_of(host.llm.tokenizer, prompt), n_probs)
+    grammar = grammar_of(host.grammars, body)
+    job = _job(host, body, prompts_of(host.llm.tokenizer, prompt), n_probs)
+    return replace(job, start_constraint=None if grammar is None else grammar.start)
 
 
 def chat_job(host: Host, body: ChatBody) -> tuple[Job, Callable[[], Reader]]:
@@ -27,8 +31,17 @@ def chat_job(host: Host, body: ChatBody) -> tuple[Job, Callable[[], Reader]]:
     segments = chat_segments(tokenizer, host.template, body)
     prompt = "".join(segment.text for segment in segments)
     job = _job(host, body, [tokenizer.encode_marked(segments)], chat_probs(body))
+    start = _start_after_thoughts(host, grammar_of(host.grammars, body), prompt)
     make_reader = partial(host.dialect.reader, prompt, tools=body.offered_tools, is_raw=is_raw)
-    return replace(job, shown_ids=host.dialect.mark_ids(tokenizer)), make_reader
+    return replace(job, shown_ids=host.dialect.mark_ids(tokenizer), start_constraint=start), make_reader
+
+
+def _start_after_thoughts(host: Host, grammar: Grammar | None, prompt: str) -> StartConstraint | None:
+    """A constraint that holds from where the answer proper begins."""
+    is_over = host.dialect.ends_thoughts(prompt)
+    if grammar is None or is_over is None:
+        return None if grammar is None else grammar.start
+    return lambda: Deferred(grammar.start(), host.llm.tokenizer, is_over)
 
 
 def refuse_unserved(host: Host, body: ChatBody) -> None:

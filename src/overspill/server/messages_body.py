@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from pydantic import Field
 
+from overspill.server.defaults import with_defaults
 from overspill.server.errors import ApiError
 from overspill.server.fields import Body, ChatBody, Flag, Number, Texts, Whole, parse_body
 
@@ -37,8 +38,11 @@ class MessagesBody(Body):
     thinking: Block = Field(default_factory=dict)
 
 
-def chat_body(body: MessagesBody) -> ChatBody:
-    """The same request in OpenAI's form. ApiError 400 for content of a kind that is not served."""
+def chat_body(body: MessagesBody, defaults: Mapping[str, Any]) -> ChatBody:
+    """The same request in OpenAI's form, completed with the server's defaults.
+
+    ApiError 400 for content of a kind that is not served.
+    """
     values: dict[str, Any] = {
         "messages": [*_system(body.system), *(m for message in body.messages for m in _messages(message))],
         "max_tokens": body.max_tokens,
@@ -51,7 +55,8 @@ def chat_body(body: MessagesBody) -> ChatBody:
         "tool_choice": {"any": "required", "tool": "required"}.get(kind := body.tool_choice.get("type", "auto"), kind),
         "chat_template_kwargs": {"enable_thinking": False} if body.thinking.get("type") == "disabled" else None,
     }
-    return parse_body(ChatBody, {key: value for key, value in values.items() if value is not None})
+    given = {key: value for key, value in values.items() if value is not None}
+    return parse_body(ChatBody, with_defaults(ChatBody, given, defaults))
 
 
 def _system(system: str | list[Block]) -> list[Block]:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from overspill.engine.params import SamplingParams
+from overspill.engine.sampler_names import samplers_of
 from overspill.server.errors import ApiError
 from overspill.server.fields import ChatBody, SamplingFields, TextBody
 from overspill.server.prompts import checked_id
-from overspill.server.samplers import samplers_of
 from overspill.text.breakers import breakers_of
 from overspill.text.tokenizer import Tokenizer
 
@@ -60,8 +60,6 @@ def sampling_params(body: SamplingFields, tokenizer: Tokenizer, *, n_probs: int)
 def unserved_fields(body: SamplingFields) -> Iterator[str]:
     """Fields whose values ask for what this server does not do."""
     asked = {
-        "grammar": body.grammar != "",
-        "json_schema": body.json_schema is not None,
         "t_max_predict_ms": body.t_max_predict_ms > 0,
         "n_indent": body.n_indent > 0,
         "response_fields": bool(body.response_fields),
@@ -83,7 +81,6 @@ def _unserved_of_chat(body: ChatBody) -> Iterator[str]:
     asked = {
         "tool_choice": body.tool_choice not in ("auto", "none"),
         "functions": bool(body.functions),
-        "response_format": body.response_format.get("type", "text") != "text",
         "continue_final_message": body.continue_final_message,
     }
     yield from (field for field, is_asked in asked.items() if is_asked)

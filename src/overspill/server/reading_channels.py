@@ -28,6 +28,12 @@ _BEGINNINGS = (START, CHANNEL, CONSTRAIN, MESSAGE, "to=")
 _CUT_OFF = re.compile(r"\s*(<\|start\|>\w*|<\|channel\|>\s*\w*|<\|constrain\|>\s*\w*|to=[^\s<]*|\s)*(<[|\w]*)?")
 
 
+def is_final(text: str) -> bool:
+    """Whether an answer has just come to the body of its final message."""
+    channels = _CHANNEL.findall(text)
+    return text.endswith(MESSAGE) and channels[-1:] == ["final"]
+
+
 class _Header:
     """Between messages."""
 

@@ -30,13 +30,15 @@ async def messages(
     """The next message of a conversation."""
     if body.max_tokens is None:
         raise ApiError(400, "Field 'max_tokens': it is missing, give the most tokens to generate")
-    chat = chat_body(body)
+    chat = chat_body(body, settings.defaults)
     job, make_reader = await asyncio.to_thread(chat_job, host, chat)
     return await answer(request, host, settings, chat, job, MessagesFormat(make_reader, host.name))
 
 
 @router.post("/v1/messages/count_tokens", openapi_extra=described(MessagesBody))
-async def count_tokens(host: HostOf, body: Annotated[MessagesBody, Depends(body_of(MessagesBody))]) -> Response:
+async def count_tokens(
+    host: HostOf, settings: SettingsOf, body: Annotated[MessagesBody, Depends(body_of(MessagesBody))]
+) -> Response:
     """How many tokens a conversation has."""
-    job, _ = await asyncio.to_thread(chat_job, host, chat_body(body))
+    job, _ = await asyncio.to_thread(chat_job, host, chat_body(body, settings.defaults))
     return Json({"input_tokens": len(job.prompts[0])})

@@ -9,11 +9,12 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from overspill.engine.engine import SlotState
-from overspill.engine.params import SamplingParams
 from overspill.llm import LLM
-from overspill.server.access import HostOf, MetricsOf
+from overspill.server.access import HostOf, MetricsOf, SettingsOf
 from overspill.server.errors import ApiError
+from overspill.server.fields import SamplingFields, parse_body
 from overspill.server.native import settings_dict
+from overspill.server.params import sampling_params
 from overspill.server.strict_json import Json
 
 router = APIRouter()
@@ -60,12 +61,13 @@ async def models(host: HostOf) -> Response:
 
 
 @router.get("/props")
-async def props(host: HostOf) -> Response:
+async def props(host: HostOf, settings: SettingsOf) -> Response:
     """Defaults, sizes and the chat template."""
     llm = host.llm
+    defaults = sampling_params(parse_body(SamplingFields, dict(settings.defaults)), llm.tokenizer, n_probs=0)
     return Json(
         {
-            "default_generation_settings": {"params": settings_dict(SamplingParams()), "n_ctx": llm.sizes.n_cells},
+            "default_generation_settings": {"params": settings_dict(defaults), "n_ctx": llm.sizes.n_cells},
             "total_slots": llm.sizes.n_slots,
             "model_alias": host.name,
             "model_path": llm.source.name,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from overspill.errors import UserError
 
@@ -12,7 +14,8 @@ class ServerSettings:
     """host, port: where to listen; port 0 takes a free one. api_keys: any of them opens; none: open to all.
 
     name: what the model is called in answers. api_prefix: put before every path. ping_s: longest silence of a stream.
-    max_body_bytes: of a request. Raises UserError naming the flag.
+    max_body_bytes: of a request. defaults: fields that requests have unless they say otherwise. Raises UserError naming
+    the flag.
     """
 
     host: str = "127.0.0.1"
@@ -22,6 +25,7 @@ class ServerSettings:
     api_prefix: str = ""
     ping_s: float = 10.0
     max_body_bytes: int = 64 << 20
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

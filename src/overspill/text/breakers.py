@@ -10,7 +10,8 @@ from functools import lru_cache
 
 from overspill.text.tokenizer import Tokenizer
 
-N_MOST_CHARS = 40
+DEFAULT_BREAKERS = ("\n", ":", '"', "*")
+_N_MOST_CHARS = 40
 _N_MOST_TAIL = 20
 
 
@@ -18,7 +19,7 @@ _N_MOST_TAIL = 20
 def breakers_of(tokenizer: Tokenizer, word: str) -> tuple[tuple[int, ...], ...]:
     """Sequences of ids that spell `word` (cut to 40 characters): one id that holds all of it, or one that ends with a
     beginning of it, followed by the ids of the rest."""
-    spelled = word[:N_MOST_CHARS].encode("utf-8", "replace")
+    spelled = word[:_N_MOST_CHARS].encode("utf-8", "replace")
     return tuple(sequence for i in range(tokenizer.n_vocab) for sequence in _from(tokenizer, i, spelled))
 
 

@@ -1,11 +1,11 @@
-"""The `samplers` field: which samplers run, in which order, by llama-server's names or letters."""
+"""Which samplers run, in which order, by llama.cpp's names or letters."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from overspill.engine.params import DEFAULT_SAMPLERS
-from overspill.server.errors import ApiError
+from overspill.errors import UserError
 
 _LETTERS = dict(zip("edskypmxt", DEFAULT_SAMPLERS, strict=True))
 _ALIASES = {
@@ -19,7 +19,7 @@ _NOT_THERE = {"i": "infill", "a": "adaptive_p"}
 
 
 def samplers_of(given: Sequence[str] | str | None) -> tuple[str, ...]:
-    """Names as the engine has them; without any, the default order. ApiError 400 for a sampler there is none of."""
+    """Names as the engine has them; without any, the default order. UserError for a sampler there is none of."""
     if given is None:
         return DEFAULT_SAMPLERS
     if isinstance(given, str):
@@ -34,4 +34,4 @@ def _named(name: str) -> str:
 
 
 def _refuse(name: str) -> str:
-    raise ApiError(400, f"Field 'samplers': {name[:40]!r} is not supported, there are {', '.join(DEFAULT_SAMPLERS)}")
+    raise UserError(f"samplers: {name[:40]!r} is not supported, there are {', '.join(DEFAULT_SAMPLERS)}")
