@@ -174,7 +174,8 @@ class Ops:
     where kernels rather read the blocks. plain: the same for one matrix, when a model is loaded.
     prepare_heads, route: several of the others at once; None where that gains nothing.
     add_linear: `y [T, N]`, `x [T, K]`, weight `[N, K]` -> y + x W^T; None likewise. linears: `linear` of one x with
-    several weights; None likewise.
+    several weights, each result with rows of any stride; None likewise. norm_linears: `linears` of `rms_norm(x [T, K],
+    gain [K], eps)`, with the weights last; None likewise.
     prepare_steps, attend_steps, mail: attention whose positions lie on the device, and the way from one device to
     another, for work that is recorded; None where nothing is.
     scratch: memory that launched work may still refer to when it is replayed.
@@ -197,6 +198,7 @@ class Ops:
     route: Route | None = None
     add_linear: Callable[[torch.Tensor, torch.Tensor, QTensor], torch.Tensor] | None = None
     linears: Callable[[torch.Tensor, Sequence[QTensor]], list[torch.Tensor]] | None = None
+    norm_linears: Callable[[torch.Tensor, torch.Tensor, float, Sequence[QTensor]], list[torch.Tensor]] | None = None
     prepare_steps: PrepareSteps | None = None
     attend_steps: AttendSteps | None = None
     mail: Mail | None = None

@@ -134,6 +134,8 @@ def make_ops(
         scratch=workspace.buffers,
         route=choose_experts,
         add_linear=linear.add_linear,
+        linears=linear.linears,
+        norm_linears=linear.norm_linears,
         normed_dtype=dtype,
         kv_dtype=dtype,
     )

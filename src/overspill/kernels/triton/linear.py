@@ -1,11 +1,14 @@
 """Dense products: weights as they are stored, results in float32.
 
-What a file stores in float32 (routers, as a rule) is multiplied in float32. Other weights are rounded to bfloat16
-and multiplied on the tensor cores with float32 sums: read in place if they are bfloat16 already, decoded inside the
-product for a few tokens, and otherwise dequantised into scratch memory, in parts where that is small.
+What a file stores in float32 (routers, as a rule) is multiplied in float32. For a few tokens, other weights are read
+in place and decoded inside the product. For more, they are rounded to bfloat16 and multiplied on the tensor cores with
+float32 sums: in place if they are bfloat16 already, and otherwise dequantised into scratch memory, in parts where that
+is small.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -13,6 +16,7 @@ from overspill.gguf.types import TensorType
 from overspill.kernels.gpu_memory import DENSE_PART_BYTES
 from overspill.kernels.triton import skinny
 from overspill.kernels.triton.dequant import dequantize_f32, dequantize_into, plain_view
+from overspill.kernels.triton.norm import rms_norm
 from overspill.kernels.triton.workspace import Workspace
 from overspill.quant.qtensor import QTensor
 
@@ -26,22 +30,44 @@ class LinearOp:
 
     def linear(self, x: torch.Tensor, weight: QTensor) -> torch.Tensor:
         """x W^T, float32 `[T, N]`."""
+        if self._is_few(x, [weight]):
+            return skinny.multiply(x, [weight], dtype=self._rounding(weight))
         if weight.type is TensorType.F32:
             return x.float() @ weight.data.view(torch.float32).T
         x = x.to(self._dtype).contiguous()
         plain = plain_view(weight, self._dtype)
-        if plain is not None:
-            return _product(x, plain)
-        if skinny.can_multiply(x, weight):
-            return skinny.multiply(x, weight, dtype=torch.float32)
-        return self._dequantized(x, weight)
+        return self._dequantized(x, weight) if plain is None else _product(x, plain)
+
+    def linears(self, x: torch.Tensor, weights: Sequence[QTensor]) -> list[torch.Tensor]:
+        """`linear` with each of the weights; rows of the results need not be contiguous with each other."""
+        if not self._is_few(x, weights):
+            return [self.linear(x, weight) for weight in weights]
+        return _cut(skinny.multiply(x, weights, dtype=self._rounding(weights[0])), weights)
+
+    def norm_linears(
+        self, x: torch.Tensor, gain: torch.Tensor, eps: float, weights: Sequence[QTensor]
+    ) -> list[torch.Tensor]:
+        """`linears` of the RMS norm of x."""
+        if len(x) > 1 or not self._is_few(x, weights):
+            return self.linears(rms_norm(x, gain, eps, dtype=self._dtype), weights)
+        norm = skinny.Norm(gain, eps)
+        return _cut(skinny.multiply(x, weights, dtype=self._rounding(weights[0]), norm=norm), weights)
 
     def add_linear(self, y: torch.Tensor, x: torch.Tensor, weight: QTensor) -> torch.Tensor:
         """y + x W^T, float32 `[T, N]`."""
+        if self._is_few(x, [weight]):
+            return skinny.multiply(x, [weight], dtype=self._rounding(weight), y=y)
         plain = plain_view(weight, self._dtype)
         if plain is None or self._dtype == torch.float32:
             return y + self.linear(x, weight)
         return torch.addmm(y, x.to(self._dtype), plain.T, out_dtype=torch.float32)
+
+    def _is_few(self, x: torch.Tensor, weights: Sequence[QTensor]) -> bool:
+        is_f32 = weights[0].type is TensorType.F32
+        return skinny.can_multiply(x, weights) and (len(x) == 1 or not is_f32)
+
+    def _rounding(self, weight: QTensor) -> torch.dtype:
+        return torch.float32 if weight.type is TensorType.F32 else self._dtype
 
     def linear_heads(self, x_THK: torch.Tensor, weight: QTensor) -> torch.Tensor:
         """x W^T with a matrix for each head, float32 `[T, H, N]`."""
@@ -61,6 +87,10 @@ class LinearOp:
             dequantize_into(rows, plain)
             pieces.append(_product(x, plain))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+
+
+def _cut(merged: torch.Tensor, weights: Sequence[QTensor]) -> list[torch.Tensor]:
+    return list(merged.split([weight.shape[0] for weight in weights], 1))
 
 
 def embed(weight: QTensor, ids: torch.Tensor) -> torch.Tensor:

@@ -1,68 +1,238 @@
-"""Products of a few tokens with a quantised weight: blocks are read once and decoded on the way to the tensor cores.
+"""Products of a few tokens with weights as they are stored: bytes are read once and decoded on the way.
 
-The weight's bytes are nearly all the work, so a program takes few rows of it and there are many programs; the tokens
-are padded to the 16 rows that the smallest matrix instruction has.
+The weight's bytes are nearly all the work, so a program takes few rows of it and there are many programs. One launch
+serves several weights of one type and one input (queries, keys and values), next to each other in the result. One
+token is multiplied and added up row by row (`rows`); more of them, padded to the 16 rows that the smallest matrix
+instruction has, go to the tensor cores. Norm, activation and residual ride along where there is one token.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from overspill.kernels.triton.decode import DECODERS, GROUP, table_of
-from overspill.kernels.triton.launch import Kernel, Tuning, cdiv
+from overspill.kernels.triton.decode import DECODERS, table_of
+from overspill.kernels.triton.launch import Kernel, cdiv, power_of_two
+from overspill.kernels.triton.rows import READERS, can_read
+from overspill.kernels.triton.tuning import MAX_TOKENS, SEVERAL, TOKEN, RowTile, tile_of
 from overspill.quant.qtensor import QTensor
 
-MAX_TOKENS = 16
-_ROWS = 16
-_GROUPS = 16
+_N_WEIGHTS = 3
+_TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-@triton.jit(do_not_specialize=["n_tokens", "n_rows"])
-def _skinny(
-    x, src, out, table, n_tokens, n_rows,
-    DECODE: tl.constexpr, N_PARTS: tl.constexpr, BLOCK_BYTES: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
-    GROUPS: tl.constexpr, M: tl.constexpr,
+@triton.jit
+def _pick(i, a, b, c, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr):
+    """Of program i: its weight, its first row there, how many rows the weight has, where they begin in the result."""
+    src = a
+    n_rows = A
+    first = 0
+    if B > 0:  # noqa: SIM102  (Triton compiles both sides of an `and`)
+        if i >= tl.cdiv(A, ROWS):
+            i -= tl.cdiv(A, ROWS)
+            src = b
+            n_rows = B
+            first = A
+            if C > 0:  # noqa: SIM102
+                if i >= tl.cdiv(B, ROWS):
+                    i -= tl.cdiv(B, ROWS)
+                    src = c
+                    n_rows = C
+                    first = A + B
+    return src, i * ROWS, n_rows, first
+
+
+@triton.jit
+def _token(
+    x, gain, a, b, c, table, y, out, eps,
+    READ: tl.constexpr, DECODE: tl.constexpr, N_PARTS: tl.constexpr, BLOCK_BYTES: tl.constexpr, K: tl.constexpr,
+    ROW_BYTES: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
-    """Program i: rows i ROWS ... of the weight."""
-    n_groups: tl.constexpr = K // 16
-    blocks_a_row: tl.constexpr = n_groups // N_PARTS
+    """One token."""
+    src, first_row, n_rows, first = _pick(tl.program_id(0), a, b, c, A, B, C, ROWS)
+    r = tl.arange(0, ROWS)
+    zero = tl.zeros([1], tl.int32)
+    src += first_row.to(tl.int64) * ROW_BYTES
+    there = tl.minimum(r, n_rows - first_row - 1)
+    sums = READ(x, zero, gain, eps, src, table, zero, there, K, 1, ROWS, WIDTH, ROUND, DECODE, N_PARTS, BLOCK_BYTES)
+    sums = tl.reshape(sums, [ROWS])
+    rows = first_row + r
+    mask = rows < n_rows
+    if y is not None:
+        sums += tl.load(y + first + rows, mask=mask, other=0.0)
+    tl.store(out + first + rows, sums, mask=mask)
+
+
+@triton.jit
+def _gated_token(
+    x, gain, gate, up, table, out, eps,
+    READ: tl.constexpr, DECODE: tl.constexpr, N_PARTS: tl.constexpr, BLOCK_BYTES: tl.constexpr, K: tl.constexpr,
+    ROW_BYTES: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, ROUND: tl.constexpr,
+    ACTIVATE: tl.constexpr,
+):  # fmt: skip
+    """The first half of a gated feed-forward for one token."""
     first_row = tl.program_id(0) * ROWS
-    src += first_row.to(tl.int64) * (blocks_a_row * BLOCK_BYTES)
-    r = tl.arange(0, ROWS * GROUPS)
-    row = tl.minimum(r // GROUPS, n_rows - first_row - 1)
-    j = tl.arange(0, 16)
+    r = tl.arange(0, ROWS)
+    zero = tl.zeros([1], tl.int32)
+    there = tl.minimum(r, N - first_row - 1)
+    at = first_row.to(tl.int64) * ROW_BYTES
+    g = READ(x, zero, gain, eps, gate + at, table, zero, there, K, 1, ROWS, WIDTH, ROUND, DECODE, N_PARTS, BLOCK_BYTES)
+    u = READ(x, zero, gain, eps, up + at, table, zero, there, K, 1, ROWS, WIDTH, ROUND, DECODE, N_PARTS, BLOCK_BYTES)
+    values = tl.reshape(ACTIVATE(g, u), [ROWS])
+    tl.store(out + first_row + r, values.to(out.dtype.element_ty), mask=first_row + r < N)
+
+
+@triton.jit
+def _plain_tile(src, table, row, first, K: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, DECODE: tl.constexpr,
+                N_PARTS: tl.constexpr):  # fmt: skip
+    """Columns first ... of rows `row [ROWS]` of numbers that need no decoding; DECODE: their dtype."""
+    cols = first + tl.arange(0, WIDTH)
+    at = src.to(tl.pointer_type(DECODE)) + (row * K)[:, None] + cols[None, :]
+    return tl.load(at, mask=(cols < K)[None, :], other=0.0)
+
+
+@triton.jit
+def _decoded_tile(src, table, row, first, K: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+                  DECODE: tl.constexpr, N_PARTS: tl.constexpr):  # fmt: skip
+    """The same of blocks; what is beyond the last column is some value of the row."""
+    GROUPS: tl.constexpr = WIDTH // 16
+    lane = tl.arange(0, ROWS * GROUPS)
+    group = tl.minimum(first // 16 + lane % GROUPS, K // 16 - 1)
+    row = tl.reshape(tl.broadcast_to(row[:, None], [ROWS, GROUPS]), [ROWS * GROUPS])
+    values = DECODE(src, table, row * (K // 16 // N_PARTS) + group // N_PARTS, group % N_PARTS, tl.arange(0, 16))
+    return tl.reshape(values, [ROWS, WIDTH])
+
+
+@triton.jit(do_not_specialize=["n_tokens"])
+def _several(
+    x, a, b, c, table, y, out, n_tokens,
+    TILE: tl.constexpr, DECODE: tl.constexpr, N_PARTS: tl.constexpr, K: tl.constexpr, ROW_BYTES: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, ROUND: tl.constexpr,
+    M: tl.constexpr,
+):  # fmt: skip
+    """Up to M tokens."""
+    src, first_row, n_rows, first_col = _pick(tl.program_id(0), a, b, c, A, B, C, ROWS)
+    src += first_row.to(tl.int64) * ROW_BYTES
+    r = tl.arange(0, ROWS)
+    there = tl.minimum(r, n_rows - first_row - 1)
     tokens = tl.arange(0, M)
-    cols = tl.arange(0, GROUPS * 16)
+    cols = tl.arange(0, WIDTH)
     x += tokens[:, None] * K + cols[None, :]
     total = tl.zeros([M, ROWS], tl.float32)
-    for first in range(0, n_groups, GROUPS):
-        group = tl.minimum(first + r % GROUPS, n_groups - 1)
-        weights = DECODE(src, table, row * blocks_a_row + group // N_PARTS, group % N_PARTS, j)
-        weights = tl.reshape(weights.to(x.dtype.element_ty), [ROWS, GROUPS * 16])
-        mask = (tokens < n_tokens)[:, None] & (first * 16 + cols < K)[None, :]
-        total = tl.dot(tl.load(x + first * 16, mask=mask, other=0.0), tl.trans(weights), total, input_precision="ieee")
-    rows = first_row + tl.arange(0, ROWS)
-    at = tokens.to(tl.int64)[:, None] * n_rows + rows[None, :]
-    tl.store(out + at, total.to(out.dtype.element_ty), mask=(tokens < n_tokens)[:, None] & (rows < n_rows)[None, :])
+    for first in range(0, K, WIDTH):
+        weights = TILE(src, table, there, first, K, ROWS, WIDTH, DECODE, N_PARTS).to(ROUND)
+        mask = (tokens < n_tokens)[:, None] & (first + cols < K)[None, :]
+        values = tl.load(x + first, mask=mask, other=0.0).to(ROUND)
+        total = tl.dot(values, tl.trans(weights), total, input_precision="ieee")
+    rows = first_row + r
+    mask = (tokens < n_tokens)[:, None] & (rows < n_rows)[None, :]
+    at = tokens.to(tl.int64)[:, None] * (A + B + C) + (first_col + rows)[None, :]
+    if y is not None:
+        total += tl.load(y + at, mask=mask, other=0.0)
+    tl.store(out + at, total, mask=mask)
 
 
-_kernel = Kernel(_skinny)
+_token_kernel = Kernel(_token)
+_gated_kernel = Kernel(_gated_token)
+_several_kernel = Kernel(_several)
 
 
-def can_multiply(x: torch.Tensor, weight: QTensor) -> bool:
+class Norm(NamedTuple):
+    """An RMS norm of the input: gain float32 `[K]`."""
+
+    gain: torch.Tensor
+    eps: float
+
+
+def can_multiply(x: torch.Tensor, weights: Sequence[QTensor]) -> bool:
     """Whether `multiply` takes these."""
-    return len(x) <= MAX_TOKENS and weight.type in DECODERS and weight.shape[1] % GROUP == 0
+    first = weights[0]
+    is_alike = all(w.type is first.type and w.shape[1] == first.shape[1] for w in weights)
+    return 0 < len(x) <= MAX_TOKENS and len(weights) <= _N_WEIGHTS and is_alike and can_read(first)
 
 
-def multiply(x: torch.Tensor, weight: QTensor, *, dtype: torch.dtype) -> torch.Tensor:
-    """x W^T as `dtype`. x: `[T, K]`, at most `MAX_TOKENS` rows; weights are rounded to the dtype of x."""
+def multiply(
+    x: torch.Tensor,
+    weights: Sequence[QTensor],
+    *,
+    dtype: torch.dtype,
+    norm: Norm | None = None,
+    y: torch.Tensor | None = None,
+    tile: RowTile | None = None,
+) -> torch.Tensor:
+    """x W^T of one to three weights side by side, plus y: float32 `[T, N + ...]`.
+
+    x: `[T, K]` of any float, at most `MAX_TOKENS` rows, rounded to `dtype`. norm: of x, for one token only. y: float32,
+    shaped like the result.
+    """
     T, K = x.shape
-    N = weight.shape[0]
-    decoder = DECODERS[weight.type]
-    out = torch.empty((T, N), dtype=dtype, device=x.device)
-    args = (x, weight.data, out, table_of(decoder, x.device), T, N)
-    constants = (decoder.decode, decoder.n_parts, decoder.block_bytes, K, _ROWS, _GROUPS, MAX_TOKENS)
-    _kernel((cdiv(N, _ROWS),), args, constants, Tuning(n_warps=4, n_stages=2))
+    x = x.contiguous()
+    sizes = [len(w.data) for w in weights]
+    out = torch.empty((T, sum(sizes)), dtype=torch.float32, device=x.device)
+    if T == 1:
+        _multiply_token(x, weights, norm, y, out, dtype, tile)
+        return out
+    assert norm is None, "a norm rides along with one token only"
+    tile = tile or tile_of(SEVERAL, weights[0].type)
+    decoder, reader = DECODERS[weights[0].type], READERS[weights[0].type]
+    is_plain = reader.decode is not decoder.decode
+    constants = (
+        _plain_tile if is_plain else _decoded_tile,
+        *(reader.decode, reader.n_parts, K, weights[0].data.shape[1], *_three(sizes, 0)),
+        *(tile.n_rows, tile.width, _TL[dtype], max(16, power_of_two(T))),
+    )
+    args = (x, *_three([w.data for w in weights], None), table_of(decoder, x.device), _like(y), out, T)
+    _several_kernel((sum(cdiv(n, tile.n_rows) for n in sizes),), args, constants, tile.tuning)
     return out
+
+
+def _multiply_token(
+    x: torch.Tensor,
+    weights: Sequence[QTensor],
+    norm: Norm | None,
+    y: torch.Tensor | None,
+    out: torch.Tensor,
+    dtype: torch.dtype,
+    tile: RowTile | None,
+) -> None:
+    type, K = weights[0].type, x.shape[1]
+    tile = tile or tile_of(TOKEN, type)
+    sizes = [len(w.data) for w in weights]
+    gain, eps = norm or (None, 0.0)
+    args = (x, gain, *_three([w.data for w in weights], None), table_of(DECODERS[type], x.device), _like(y), out, eps)
+    sums = (K, weights[0].data.shape[1], *_three(sizes, 0), tile.n_rows, tile.width_for(K), _TL[dtype])
+    _token_kernel((sum(cdiv(n, tile.n_rows) for n in sizes),), args, (*READERS[type], *sums), tile.tuning)
+
+
+def gate_up(
+    x: torch.Tensor,
+    gate: QTensor,
+    up: QTensor,
+    activate: Callable[..., Any],
+    *,
+    dtype: torch.dtype,
+    norm: Norm | None = None,
+    tile: RowTile | None = None,
+) -> torch.Tensor:
+    """activate(x gate^T, x up^T) of one token, `[1, N]` of `dtype`, of two weights of one type."""
+    N, K = gate.shape
+    tile = tile or tile_of(TOKEN, gate.type)
+    out = torch.empty((1, N), dtype=dtype, device=x.device)
+    gain, eps = norm or (None, 0.0)
+    args = (x.contiguous(), gain, gate.data, up.data, table_of(DECODERS[gate.type], x.device), out, eps)
+    sums = (K, gate.data.shape[1], N, tile.n_rows, tile.width_for(K), _TL[dtype], activate)
+    _gated_kernel((cdiv(N, tile.n_rows),), args, (*READERS[gate.type], *sums), tile.tuning)
+    return out
+
+
+def _three(items: Sequence[Any], rest: Any) -> tuple[Any, ...]:
+    return (*items, *(rest,) * (_N_WEIGHTS - len(items)))
+
+
+def _like(y: torch.Tensor | None) -> torch.Tensor | None:
+    return None if y is None else y.contiguous()

@@ -1,0 +1,50 @@
+"""How the kernels for few tokens are cut, all in one place: chosen by `benchmarks/gpu_decode_kernels.py` on an H200.
+
+A cut decides the order of sums, so a change here changes last bits of results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from overspill.gguf.types import TensorType
+from overspill.kernels.triton.launch import Tuning, power_of_two
+
+
+class RowTile(NamedTuple):
+    """Rows of a weight and values of a row that a program takes at once, and how its kernel is compiled."""
+
+    n_rows: int
+    width: int
+    tuning: Tuning
+
+    def width_for(self, K: int) -> int:
+        """No wider than the row."""
+        return max(32, min(self.width, power_of_two(K)))
+
+
+_T = TensorType
+Tiles = Mapping[TensorType | None, RowTile]
+"""By type of the weight; None: all others."""
+
+MAX_TOKENS = 32
+"""More tokens than that go through the kernels for many."""
+
+TOKEN: Tiles = {
+    _T.F32: RowTile(2, 1024, Tuning(4, 1)),
+    _T.BF16: RowTile(4, 1024, Tuning(4, 1)),
+    _T.F16: RowTile(4, 1024, Tuning(4, 1)),
+    _T.Q8_0: RowTile(4, 512, Tuning(4, 1)),
+    None: RowTile(4, 512, Tuning(4, 1)),
+}
+SEVERAL: Tiles = {
+    _T.BF16: RowTile(16, 256, Tuning(4, 4)),
+    _T.F16: RowTile(16, 256, Tuning(4, 4)),
+    None: RowTile(16, 256, Tuning(4, 2)),
+}
+
+
+def tile_of(tiles: Tiles, type: TensorType) -> RowTile:
+    """The tile for a type."""
+    return tiles[type] if type in tiles else tiles[None]
