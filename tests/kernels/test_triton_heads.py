@@ -110,9 +110,11 @@ def test_of_equal_logits_the_lower_id_comes_first() -> None:
     assert_near(mix, torch.full((3, 4), 0.25, device=DEVICE))
 
 
+@pytest.mark.parametrize("n_tokens", [1, 5, 35])
 @pytest.mark.parametrize("n_experts", [8, 40])
-def test_norm_router_and_choice_in_one(n_experts: int) -> None:
-    x, gain, matrix = 5 * normal(35, 80), normal(80), normal(n_experts, 80)
+def test_norm_router_and_choice_in_one(n_experts: int, n_tokens: int) -> None:
+    """Few tokens take another way than many."""
+    x, gain, matrix = 5 * normal(n_tokens, 80), normal(80), normal(n_experts, 80)
     got = route(x, gain, EPS, matrix, Choice(3, is_normalised=False), dtype=torch.float32)
     normed = ref.rms_norm(x, gain, EPS)
     mix, ids = (normed @ matrix.T).softmax(-1).topk(3, -1)

@@ -1,4 +1,6 @@
-"""The routed experts of a layer for many tokens: sort, two grouped products, combine. No host synchronisation.
+"""The routed experts of a layer: sort, two grouped products, combine. No host synchronisation.
+
+A few tokens go through `few_experts` instead. For the others:
 
 Quantised stacks are dequantised into scratch memory first, only the experts that have tokens, and in parts where the
 scratch does not hold all; widened or bfloat16 stacks are used where they lie. Which products run is decided by shapes
@@ -19,6 +21,7 @@ import torch
 from overspill.kernels.triton import grouped, grouped_torch
 from overspill.kernels.triton.combine import combine
 from overspill.kernels.triton.dequant import dequantize_into, plain_view
+from overspill.kernels.triton.few_experts import Pairs, add_experts, can_add
 from overspill.kernels.triton.grouped import Extras, Shape, Stacks
 from overspill.kernels.triton.norm import Gated, gated
 from overspill.kernels.triton.sort import Sorted, sort_pairs
@@ -102,6 +105,10 @@ class MoeOp:
     ) -> None:
         """See `kernels.Experts`; `out` is float32, its rows contiguous, `x` of any float."""
         maps = self._maps.of(weights)
+        if can_add(len(x), weights.parts):
+            pairs, activate = Pairs(ids, mix, maps.slot_of), ACTIVATIONS[activation]
+            add_experts(x, pairs, weights.parts, weights.vectors, activate, out, dtype=self._dtype)
+            return
         x = x.to(self._dtype)
         ids, mix = ids.contiguous(), mix.contiguous()
         job = _Job(

@@ -1,7 +1,8 @@
 """Routing: from hidden states to expert ids and mixing weights.
 
-`route` is one launch for norm, router and choice. It multiplies the float32 hidden states with the float32 router:
-what decides between experts is never rounded to bfloat16. `pick_experts` is the choice alone.
+`route` is one launch for norm, router and choice; for few tokens two, a wide one for norm and router and a small one
+for the choice. It multiplies the float32 hidden states with the float32 router: what decides between experts is never
+rounded to bfloat16. `pick_experts` is the choice alone.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import triton
 import triton.language as tl
 
 from overspill.kernels.triton.launch import Kernel, Tuning, cdiv, power_of_two
+from overspill.kernels.triton.rows import norm_factor, plain_rows
+from overspill.kernels.triton.tuning import MAX_TOKENS, ROUTER, RowTile
 
 _SMALLEST_SUM = tl.constexpr(6.103515625e-5)
 _CHOICE_TILE = 2048
 _BLOCK_D = 32
 _ROUTE_TUNING = Tuning(n_warps=8)
+_CHOICE_OF_FEW = Tuning(n_warps=1)
 
 
 @triton.jit
@@ -116,6 +120,30 @@ def _route(
         tl.store(normed + d[None, :], values.to(normed.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _logits(
+    x, gain, router, normed, logits, eps,
+    E: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Program (i, t): logits of experts i ROWS ... for token t; the first of a token writes its normed values too."""
+    first = tl.program_id(0) * ROWS
+    t = tl.program_id(1).to(tl.int64)
+    x += t * D
+    r = tl.arange(0, ROWS)
+    zero = tl.zeros([1], tl.int32)
+    experts = first + r
+    there = tl.minimum(experts, E - 1)
+    sums = plain_rows(x, zero, gain, eps, router, None, zero, there, D, 1, ROWS, WIDTH, tl.float32, tl.float32, 1, 64)
+    tl.store(logits + t * E + experts, tl.reshape(sums, [ROWS]), mask=experts < E)
+    if first == 0:
+        factor = norm_factor(x, eps, D, WIDTH)
+        for start in range(0, D, WIDTH):
+            d = start + tl.arange(0, WIDTH)
+            values = tl.load(x + d, mask=d < D, other=0.0) * factor * tl.load(gain + d, mask=d < D, other=0.0)
+            tl.store(normed + t * D + d, values.to(normed.dtype.element_ty), mask=d < D)
+
+
+_logits_kernel = Kernel(_logits)
 _pick_kernel = Kernel(_pick)
 _route_kernel = Kernel(_route)
 
@@ -148,9 +176,11 @@ def pick_experts(logits_TE: torch.Tensor, choice: Choice) -> tuple[torch.Tensor,
     logits_TE = logits_TE.contiguous()
     T, E = logits_TE.shape
     ids, mix = _outputs(T, choice, logits_TE.device)
-    rows = max(1, _CHOICE_TILE // power_of_two(E))
+    rows, tuning = max(1, _CHOICE_TILE // power_of_two(E)), Tuning()
+    if T <= MAX_TOKENS:
+        rows, tuning = 1, _CHOICE_OF_FEW
     args = (logits_TE, choice.bias, ids, mix, T, choice.scale)
-    _pick_kernel((cdiv(T, rows),), args, (*_constants(E, choice), rows))
+    _pick_kernel((cdiv(T, rows),), args, (*_constants(E, choice), rows), tuning)
     return ids, mix
 
 
@@ -163,12 +193,32 @@ def route(
     """
     T, D = x.shape
     E = len(router)
+    if T <= MAX_TOKENS:
+        return _route_few(x, gain, eps, router, choice, dtype)
     ids, mix = _outputs(T, choice, x.device)
     normed = torch.empty((T, D), dtype=dtype, device=x.device)
     rows = 32 if T > 1024 and E <= 256 else 16
     args = (x, gain, router, choice.bias, normed, ids, mix, T, choice.scale, eps)
     _route_kernel((cdiv(T, rows),), args, (*_constants(E, choice), rows, D, _BLOCK_D), _ROUTE_TUNING)
     return Routed(normed, ids, mix)
+
+
+def _route_few(
+    x: torch.Tensor,
+    gain: torch.Tensor,
+    eps: float,
+    router: torch.Tensor,
+    choice: Choice,
+    dtype: torch.dtype,
+    tile: RowTile = ROUTER,
+) -> Routed:
+    T, D = x.shape
+    E = len(router)
+    normed = torch.empty((T, D), dtype=dtype, device=x.device)
+    logits = torch.empty((T, E), dtype=torch.float32, device=x.device)
+    args = (x.contiguous(), gain, router, normed, logits, eps)
+    _logits_kernel((cdiv(E, tile.n_rows), T), args, (E, D, tile.n_rows, tile.width_for(D)), tile.tuning)
+    return Routed(normed, *pick_experts(logits, choice))
 
 
 def _outputs(n_tokens: int, choice: Choice, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

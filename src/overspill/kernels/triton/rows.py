@@ -46,7 +46,7 @@ def _inputs(x, gain, factor, cols, is_col, ROUND: tl.constexpr):
 
 
 @triton.jit
-def _plain_rows(
+def plain_rows(
     x, at, gain, eps, src, table, base, r,
     K: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, ROUND: tl.constexpr,
     DECODE: tl.constexpr, N_PARTS: tl.constexpr, BLOCK_BYTES: tl.constexpr,
@@ -145,7 +145,7 @@ _PLAIN = {TensorType.F32: tl.float32, TensorType.F16: tl.float16, TensorType.BF1
 def _reader(type: TensorType) -> Reader:
     decoder = DECODERS[type]
     if type in _PLAIN:
-        return Reader(_plain_rows, _PLAIN[type], 1, decoder.block_bytes)
+        return Reader(plain_rows, _PLAIN[type], 1, decoder.block_bytes)
     rows = _q8_0_rows if type is TensorType.Q8_0 else _decoded_rows
     return Reader(rows, decoder.decode, decoder.n_parts, decoder.block_bytes)
 

@@ -44,6 +44,22 @@ SEVERAL: Tiles = {
     None: RowTile(16, 256, Tuning(4, 2)),
 }
 
+MAX_EXPERT_TOKENS = 16
+"""The same for routed experts."""
+
+EXPERT_GATE_UP: Tiles = {
+    _T.F32: RowTile(2, 1024, Tuning(4, 1)),
+    _T.BF16: RowTile(2, 1024, Tuning(4, 1)),
+    _T.F16: RowTile(2, 1024, Tuning(4, 1)),
+    _T.Q8_0: RowTile(4, 1024, Tuning(4, 1)),
+    None: RowTile(4, 512, Tuning(4, 1)),
+}
+EXPERT_DOWN: Tiles = {
+    _T.Q8_0: RowTile(2, 256, Tuning(2, 1)),
+    None: RowTile(2, 256, Tuning(4, 1)),
+}
+ROUTER = RowTile(1, 1024, Tuning(4, 1))
+
 
 def tile_of(tiles: Tiles, type: TensorType) -> RowTile:
     """The tile for a type."""
