@@ -211,8 +211,12 @@ def test_contributions_are_added_in_ascending_expert_id() -> None:
     assert sums == [2.0**24, 2.0**24 + 2, 2.0**24, 2.0]
 
 
+@pytest.mark.parametrize("n_few", [0, 16])
 @pytest.mark.parametrize("limit", [0.25, 2.0])
-def test_gates_within_limits_into_rows_that_are_apart(limit: float) -> None:
+def test_gates_within_limits_into_rows_that_are_apart(
+    limit: float, n_few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("overspill.kernels.triton.few_experts.MAX_EXPERT_TOKENS", n_few)
     p = problem(*CASES["few-tokens"])
     p.weights = replace(p.weights, vectors=ExpertVectors(limit=limit))
     wide = torch.full((len(p.x), 2 * D), torch.nan, device=DEVICE)

@@ -17,16 +17,17 @@ from overspill.kernels.triton.decode import DECODERS
 from overspill.kernels.triton.few_experts import Pairs, add_experts, can_add
 from overspill.kernels.triton.launch import Tuning
 from overspill.kernels.triton.moe import MoeOp
-from overspill.kernels.triton.norm import ACTIVATIONS
+from overspill.kernels.triton.norm import gated
 from overspill.kernels.triton.tuning import MAX_EXPERT_TOKENS, RowTile
 from overspill.kernels.triton.workspace import Workspace
-from overspill.quant.experts import NO_VECTORS, Activation, ExpertVectors, ExpertWeights
+from overspill.quant.experts import NO_LIMIT, NO_VECTORS, Activation, ExpertVectors, ExpertWeights
 from overspill.quant.qtensor import QTensor
 from tests.kernels.test_triton_experts import CASES, Problem, problem, slab
 from tests.kernels.weights import random_weight
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 T = TensorType
+SILU = gated(Activation.SILU, NO_LIMIT)
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +102,7 @@ def test_experts_of_a_cache_lie_in_any_slot() -> None:
     slot_of[torch.tensor(order, device=DEVICE)] = torch.arange(3, dtype=torch.int32, device=DEVICE)
     out, wanted = p.before.clone(), p.before.clone()
     pairs = Pairs(p.ids, p.mix, slot_of)
-    add_experts(p.x, pairs, parts, NO_VECTORS, ACTIVATIONS[Activation.SILU], out, dtype=torch.float32)
+    add_experts(p.x, pairs, parts, NO_VECTORS, SILU, out, dtype=torch.float32)
     weights = ExpertWeights(*parts, slot_of=slot_of.cpu().numpy())
     ref.experts(p.x, p.ids, p.mix, weights, Activation.SILU, wanted)
     assert_near(out, wanted)
@@ -136,7 +137,5 @@ def test_any_tile_does(type: TensorType, tiles: tuple[RowTile, RowTile]) -> None
     p = odd_problem((type, type, type), n_tokens=1)
     out = p.before.clone()
     pairs = Pairs(p.ids, p.mix, torch.arange(5, dtype=torch.int32, device=DEVICE))
-    add_experts(
-        p.x, pairs, p.weights.parts, NO_VECTORS, ACTIVATIONS[Activation.SILU], out, dtype=torch.float32, tiles=tiles
-    )
+    add_experts(p.x, pairs, p.weights.parts, NO_VECTORS, SILU, out, dtype=torch.float32, tiles=tiles)
     assert_near(out, p.wanted())

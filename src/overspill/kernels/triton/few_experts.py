@@ -11,8 +11,7 @@ Which expert lies where is read from a map on the device, so the launches can be
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,6 +19,7 @@ import triton.language as tl
 
 from overspill.kernels.triton.decode import DECODERS, table_of
 from overspill.kernels.triton.launch import Kernel, cdiv, power_of_two
+from overspill.kernels.triton.norm import Gated
 from overspill.kernels.triton.rows import READERS, can_read
 from overspill.kernels.triton.tuning import EXPERT_DOWN, EXPERT_GATE_UP, MAX_EXPERT_TOKENS, RowTile, tile_of
 from overspill.quant.experts import ExpertVectors
@@ -56,8 +56,8 @@ def _gate_up(
     STRIDE_G: tl.constexpr,
     READ_U: tl.constexpr, DECODE_U: tl.constexpr, PARTS_U: tl.constexpr, BLOCK_U: tl.constexpr, ROW_U: tl.constexpr,
     STRIDE_U: tl.constexpr,
-    ACTIVATE: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, D: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr, ROUND: tl.constexpr,
+    ACTIVATE: tl.constexpr, LIMIT: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, D: tl.constexpr,
+    F: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
     """Program (pair, i): hidden values i ROWS ... of a pair; pairs of a token are written in ascending expert id."""
     pair = tl.program_id(0)
@@ -87,7 +87,7 @@ def _gate_up(
         x, up, up_table, slot, expert, up_scale, up_bias, first_row, there, READ_U, DECODE_U, PARTS_U, BLOCK_U,
         ROW_U, STRIDE_U, D, F, ROWS, WIDTH, ROUND
     )  # fmt: skip
-    values = ACTIVATE(g, u).to(hidden.dtype.element_ty)
+    values = ACTIVATE(g, u, LIMIT).to(hidden.dtype.element_ty)
     tl.store(hidden + row.to(tl.int64) * F + first_row + r, values, mask=first_row + r < F)
 
 
@@ -96,7 +96,7 @@ def _down(
     hidden, down, table, slots, experts, weights, scale, bias, out,
     READ: tl.constexpr, DECODE: tl.constexpr, N_PARTS: tl.constexpr, BLOCK_BYTES: tl.constexpr,
     K: tl.constexpr, K_PAD: tl.constexpr, D: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    ROUND: tl.constexpr,
+    ROUND: tl.constexpr, OUT_STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Program (t, i): values i ROWS ... of token t, from all its experts, which are sorted."""
     t = tl.program_id(0).to(tl.int64)
@@ -121,10 +121,10 @@ def _down(
         y += tl.load(bias + known.to(tl.int64)[:, None] * D + rows[None, :])
     # -0 is what changes no number when it is added.
     said = tl.where(is_here[:, None], y * weights[:, None], -0.0)
-    total = tl.load(out + t * D + rows)
+    total = tl.load(out + t * OUT_STRIDE + rows)
     for k in tl.static_range(K):
         total += tl.sum(tl.where(ranks[:, None] == k, said, -0.0), axis=0)
-    tl.store(out + t * D + rows, total, mask=first_row + tl.arange(0, ROWS) < D)
+    tl.store(out + t * OUT_STRIDE + rows, total, mask=first_row + tl.arange(0, ROWS) < D)
 
 
 _gate_up_kernel = Kernel(_gate_up)
@@ -153,7 +153,7 @@ def add_experts(
     pairs: Pairs,
     parts: Parts,
     vectors: ExpertVectors,
-    activate: Callable[..., Any],
+    activate: Gated,
     out: torch.Tensor,
     *,
     dtype: torch.dtype,
@@ -162,7 +162,7 @@ def add_experts(
     """out += the weighted outputs of the experts that are here, see `kernels.Experts`.
 
     x: `[T, D]` of any float, rounded to `dtype`, which hidden values have. parts: gate, up `[E', F, D]` and down
-    `[E', D, F]`. out: float32 `[T, D]`, contiguous.
+    `[E', D, F]`. out: float32 `[T, D]`, each row contiguous.
     """
     gate, up, down = parts
     n_pairs, K = pairs.ids.numel(), pairs.ids.shape[1]
@@ -175,9 +175,9 @@ def add_experts(
     stacks = [(*READERS[q.type], q.data.shape[2], q.data.stride(0)) for q in (gate, up)]
     widths = (K, power_of_two(K), D, F)
     args = (x, gate.data, up.data, *tables[:2], ids, mix, pairs.slot_of, *vectors.scales[:2], *vectors.biases[:2])
-    constants = (*stacks[0], *stacks[1], activate, *widths, first.n_rows, first.width_for(D), _TL[dtype])
+    constants = (*stacks[0], *stacks[1], *activate, *widths, first.n_rows, first.width_for(D), _TL[dtype])
     _gate_up_kernel((n_pairs, cdiv(F, first.n_rows)), (*args, hidden, *in_order), constants, first.tuning)
     rest = (vectors.scales[2], vectors.biases[2], out)
-    shape = (*widths, second.n_rows, second.width_for(F), _TL[dtype])
+    shape = (*widths, second.n_rows, second.width_for(F), _TL[dtype], out.stride(0))
     grid = (len(x), cdiv(D, second.n_rows))
     _down_kernel(grid, (hidden, down.data, tables[2], *in_order, *rest), (*READERS[down.type], *shape), second.tuning)

@@ -106,7 +106,7 @@ class MoeOp:
         """See `kernels.Experts`; `out` is float32, its rows contiguous, `x` of any float."""
         maps = self._maps.of(weights)
         if can_add(len(x), weights.parts):
-            pairs, activate = Pairs(ids, mix, maps.slot_of), ACTIVATIONS[activation]
+            pairs, activate = Pairs(ids, mix, maps.slot_of), gated(activation, weights.vectors.limit)
             add_experts(x, pairs, weights.parts, weights.vectors, activate, out, dtype=self._dtype)
             return
         x = x.to(self._dtype)

@@ -8,7 +8,7 @@ instruction has, go to the tensor cores. Norm, activation and residual ride alon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ import triton.language as tl
 
 from overspill.kernels.triton.decode import DECODERS, table_of
 from overspill.kernels.triton.launch import Kernel, cdiv, power_of_two
+from overspill.kernels.triton.norm import Gated
 from overspill.kernels.triton.rows import READERS, can_read
 from overspill.kernels.triton.tuning import MAX_TOKENS, SEVERAL, TOKEN, RowTile, tile_of
 from overspill.quant.qtensor import QTensor
@@ -73,7 +74,7 @@ def _gated_token(
     x, gain, gate, up, table, out, eps,
     READ: tl.constexpr, DECODE: tl.constexpr, N_PARTS: tl.constexpr, BLOCK_BYTES: tl.constexpr, K: tl.constexpr,
     ROW_BYTES: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, ROUND: tl.constexpr,
-    ACTIVATE: tl.constexpr,
+    ACTIVATE: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """The first half of a gated feed-forward for one token."""
     first_row = tl.program_id(0) * ROWS
@@ -83,7 +84,7 @@ def _gated_token(
     at = first_row.to(tl.int64) * ROW_BYTES
     g = READ(x, zero, gain, eps, gate + at, table, zero, there, K, 1, ROWS, WIDTH, ROUND, DECODE, N_PARTS, BLOCK_BYTES)
     u = READ(x, zero, gain, eps, up + at, table, zero, there, K, 1, ROWS, WIDTH, ROUND, DECODE, N_PARTS, BLOCK_BYTES)
-    values = tl.reshape(ACTIVATE(g, u), [ROWS])
+    values = tl.reshape(ACTIVATE(g, u, LIMIT), [ROWS])
     tl.store(out + first_row + r, values.to(out.dtype.element_ty), mask=first_row + r < N)
 
 
@@ -213,7 +214,7 @@ def gate_up(
     x: torch.Tensor,
     gate: QTensor,
     up: QTensor,
-    activate: Callable[..., Any],
+    activate: Gated,
     *,
     dtype: torch.dtype,
     norm: Norm | None = None,
@@ -225,7 +226,7 @@ def gate_up(
     out = torch.empty((1, N), dtype=dtype, device=x.device)
     gain, eps = norm or (None, 0.0)
     args = (x.contiguous(), gain, gate.data, up.data, table_of(DECODERS[gate.type], x.device), out, eps)
-    sums = (K, gate.data.shape[1], N, tile.n_rows, tile.width_for(K), _TL[dtype], activate)
+    sums = (K, gate.data.shape[1], N, tile.n_rows, tile.width_for(K), _TL[dtype], *activate)
     _gated_kernel((cdiv(N, tile.n_rows),), args, (*READERS[gate.type], *sums), tile.tuning)
     return out
 
