@@ -249,8 +249,8 @@ function rates(status, slots) {
   return [
     ["prompt tokens/s", rate("prompt_tokens", "prompt_seconds").toFixed(1)],
     ["generated tokens/s", rate("generated_tokens", "generated_seconds").toFixed(1)],
-    ["requests", `${nBusy} running, ${now.waiting} waiting`],
-    ["prompt tokens from cache", percent(now.cached_tokens / Math.max(1, now.cached_tokens + now.prompt_tokens))],
+    ["running / waiting", `${nBusy} / ${now.waiting}`],
+    ["prompts from cache", percent(now.cached_tokens / Math.max(1, now.cached_tokens + now.prompt_tokens))],
     ["experts on devices", percent(inHost)],
     ["uploaded in all", bytes(status.counters.uploaded_bytes ?? 0)],
   ];
@@ -279,10 +279,11 @@ function deviceView(device, wave) {
 function deviceFacts(device, wave) {
   const seen = wave?.devices.find((one) => one.name === device.name);
   const facts = device.n_layers ? [plural(device.n_layers, "layer")] : [];
-  if (seen) facts.push(`busy ${percent(seen.busy)} of the wave`);
-  if (device.busy !== null) facts.push(`busy ${percent(device.busy)} since start`);
-  if (seen?.uploaded_bytes) facts.push(`uploads at ${seen.upload_gbps.toFixed(1)} GB/s`);
-  if (device.link_gbps) facts.push(`link measured ${device.link_gbps.toFixed(1)} GB/s`);
+  const sinceStart = device.busy === null ? "" : ` (${percent(device.busy)} since start)`;
+  if (seen) facts.push(`busy ${percent(seen.busy)}${sinceStart}`);
+  const link = device.link_gbps ? `link ${device.link_gbps.toFixed(1)} GB/s` : "";
+  if (seen?.uploaded_bytes) facts.push(`uploads ${seen.upload_gbps.toFixed(1)} GB/s${link && `, ${link}`}`);
+  else if (link) facts.push(link);
   return facts.join(" · ");
 }
 
@@ -294,7 +295,7 @@ function chosenWave(status) {
 function showWave(wave, plan) {
   if (!wave) return;
   const sent = wave.devices.reduce((sum, device) => sum + device.uploaded_bytes, 0);
-  $("wave-text").textContent = `${plural(wave.n_tokens, "token")} in ${plural(wave.n_ubatches, "ubatch", "ubatches")}, ${(wave.wall_us / 1e3).toFixed(1)} ms, ` +
+  $("wave-text").textContent = `${plural(wave.n_tokens, "token")} in ${plural(wave.n_ubatches, "ubatch", "ubatches")}, ${seconds(wave.wall_us)}, ` +
     `${bytes(sent)} uploaded; prompts run ${plan.schedule}, grain ${plan.grain}`;
   $("gantt").replaceChildren(gantt(wave));
   const kinds = new Set(wave.devices.flatMap((d) => d.rows.flatMap((row) => row.spans.map(([kind]) => work(kind)))));
@@ -314,7 +315,7 @@ function gantt(wave) {
     const us = (wave.wall_us * i) / 4;
     svg.append(shape("line", { x1: x(us), x2: x(us), y1: 0, y2: rows.length * step }));
     const label = shape("text", { x: x(us), y: height - 6, "text-anchor": i === 4 ? "end" : "middle" });
-    label.textContent = `${(us / 1e3).toFixed(wave.wall_us < 1e5 ? 1 : 0)}${i === 4 ? " ms" : ""}`;
+    label.textContent = i ? seconds(us) : "0";
     svg.append(label);
   }
   rows.forEach((row, i) => {
@@ -357,6 +358,8 @@ function bytes(n) {
   const i = n > 0 ? Math.min(4, Math.floor(Math.log2(n) / 10)) : 0;
   return `${(n / 1024 ** i).toFixed(i > 2 ? 1 : 0)} ${units[i]}`;
 }
+
+const seconds = (us) => (us < 1e6 ? `${(us / 1e3).toFixed(1)} ms` : `${(us / 1e6).toFixed(2)} s`);
 
 function count(n) {
   return n >= 1e9 ? `${(n / 1e9).toFixed(1)} B` : `${(n / 1e6).toFixed(1)} M`;
