@@ -205,6 +205,7 @@ def pipe(
     n_ubatches: int,
     n_cells: int,
     n_slots: int = 1,
+    n_states: int = 1,
     chaos_seed: int | None = None,
     max_in_flight: int = 64,
     kind: str = "virtual",
@@ -220,7 +221,11 @@ def pipe(
     devices = devices or _open(kind, shape.n_devices, chaos_seed)
     try:
         memory = Memory(
-            devices, layout, hp, Sizes(n_ubatch, n_ubatches, n_slots, n_cells), staging_plans(slot_bytes, hp, shape)
+            devices,
+            layout,
+            hp,
+            Sizes(n_ubatch, n_ubatches, n_slots, n_cells, n_states),
+            staging_plans(slot_bytes, hp, shape),
         )
         with patch.object(weights, "_RING_BYTES", _RING_BYTES), rare_delays(0, share=0.0):
             loaded = load(
