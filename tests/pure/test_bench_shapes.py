@@ -16,6 +16,7 @@ from overspill.models.describe import model_shape
 
 # Billions of parameters, in all and used by a token (with the head, without the embedding). The first number is the
 # published one, less vision and prediction layers, and plus a head where the model ties it to the embedding.
+# Published of DeepSeek-V4-Flash: 284 and 13; of Qwen3.8-Flash-Next: 125 and a table of 51.2, and 6 without the head.
 PUBLISHED = {
     "qwen3-30b-a3b": (30.5, 3.0),
     "qwen3-235b-a22b": (235.1, 21.6),
@@ -34,6 +35,8 @@ PUBLISHED = {
     "deepseek-v2": (235.7, 20.9),
     "deepseek-v3": (671.0, 36.6),
     "kimi-k2": (1026.4, 31.7),
+    "deepseek-v4-flash": (284.3, 13.3),
+    "qwen3.8-flash-next": (176.9, 6.7),
     "glm-4.5-air": (106.9, 12.8),
     "glm-4.5": (352.8, 32.8),
     "minimax-m2": (228.7, 10.4),

@@ -6,7 +6,7 @@ among them, which come first; `experts` are how many there are, how many a token
 
 from __future__ import annotations
 
-Value = bool | int | float | str
+Value = bool | int | float | str | tuple[int, ...]
 Values = dict[str, Value]
 
 
@@ -44,7 +44,8 @@ def decoder(
     return {"general.architecture": arch} | {f"{arch}.{name}": value for name, value in (keys | (more or {})).items()}
 
 
-def _yarn(factor: float, n_ctx_orig: int = 4096) -> Values:
+def yarn(factor: float, n_ctx_orig: int = 4096) -> Values:
+    """Keys of a context that YaRN has extended."""
     return {
         "rope.scaling.type": "yarn",
         "rope.scaling.factor": factor,
@@ -130,7 +131,7 @@ def gpt_oss(n_layer: int, *, n_expert: int) -> Values:
         rope_base=150000.0,
         rms_eps=1e-5,
         experts=(n_expert, 4, 2880),
-        more={"attention.sliding_window": 128, **_yarn(32.0)},
+        more={"attention.sliding_window": 128, **yarn(32.0)},
     )
 
 
@@ -148,9 +149,9 @@ def deepseek(
     rope_base: float = 1e4,
     groups: tuple[int, int] = (1, 1),
     scale: float = 1.0,
-    yarn: tuple[float, float] = (40.0, 0.0707),
+    extended: tuple[float, float] = (40.0, 0.0707),
 ) -> Values:
-    """DeepSeek-V2 and V3, Kimi-K2. groups: of experts, and those used. yarn: factor, and log multiplier.
+    """DeepSeek-V2 and V3, Kimi-K2. groups: of experts, and those used. extended: YaRN's factor, and log multiplier.
 
     From V3 on, which has one shared expert, routing is by sigmoid and weights are normalised.
     """
@@ -170,8 +171,8 @@ def deepseek(
         "expert_weights_scale": scale,
         "expert_gating_func": 2 if n_shared == 1 else 1,
         "expert_weights_norm": n_shared == 1,
-        **_yarn(yarn[0]),
-        "rope.scaling.yarn_log_multiplier": yarn[1],
+        **yarn(extended[0]),
+        "rope.scaling.yarn_log_multiplier": extended[1],
     }
     return decoder(
         "deepseek2",

@@ -20,15 +20,7 @@ def qwen35(
 
     n_value_heads: of the delta rule, which has 16 key heads; heads of both have 128 channels.
     """
-    more: Values = {
-        "rope.dimension_count": 64,
-        "full_attention_interval": 4,
-        "ssm.conv_kernel": 4,
-        "ssm.state_size": 128,
-        "ssm.group_count": 16,
-        "ssm.time_step_rank": n_value_heads,
-        "ssm.inner_size": n_value_heads * 128,
-    }
+    more = delta_rule(n_value_heads)
     if experts is not None:
         more["expert_shared_feed_forward_length"] = experts[2]
     return decoder(
@@ -44,3 +36,16 @@ def qwen35(
         experts=experts,
         more=more,
     )
+
+
+def delta_rule(n_value_heads: int) -> Values:
+    """The delta rule with 16 key heads, and attention in every fourth layer."""
+    return {
+        "rope.dimension_count": 64,
+        "full_attention_interval": 4,
+        "ssm.conv_kernel": 4,
+        "ssm.state_size": 128,
+        "ssm.group_count": 16,
+        "ssm.time_step_rank": n_value_heads,
+        "ssm.inner_size": n_value_heads * 128,
+    }

@@ -25,6 +25,7 @@ from overspill.bench.families import (
     qwen3moe,
 )
 from overspill.bench.hybrids import qwen35
+from overspill.bench.streams import deepseek4, qwen4
 
 SHAPES: Final[dict[str, dict[str, Value]]] = {
     "qwen3-30b-a3b": qwen3moe(48, 2048, heads=(32, 4), n_ff=768, rope_base=1e6),
@@ -56,7 +57,14 @@ SHAPES: Final[dict[str, dict[str, Value]]] = {
         (60, 1), 5120, n_ff=12288, experts=(160, 6, 1536), n_shared=2, n_vocab=102400, groups=(8, 3), scale=16.0
     ),
     "deepseek-v3": deepseek(
-        (61, 3), 7168, n_ff=18432, experts=(256, 8, 2048), n_vocab=129280, groups=(8, 4), scale=2.5, yarn=(40.0, 0.1)
+        (61, 3),
+        7168,
+        n_ff=18432,
+        experts=(256, 8, 2048),
+        n_vocab=129280,
+        groups=(8, 4),
+        scale=2.5,
+        extended=(40.0, 0.1),
     ),
     "kimi-k2": deepseek(
         (61, 1),
@@ -68,8 +76,10 @@ SHAPES: Final[dict[str, dict[str, Value]]] = {
         n_ctx=262144,
         rope_base=5e4,
         scale=2.827,
-        yarn=(64.0, 0.1),
+        extended=(64.0, 0.1),
     ),
+    "deepseek-v4-flash": deepseek4(),
+    "qwen3.8-flash-next": qwen4(),
     "glm-4.5-air": glm4((46, 1), 4096, n_ff=10944, experts=(128, 8, 1408), scale=1.0),
     "glm-4.5": glm4((92, 3), 5120, n_ff=12288, experts=(160, 8, 1536), scale=2.5),
     "minimax-m2": minimax(),

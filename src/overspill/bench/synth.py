@@ -7,6 +7,7 @@ read, moved and computed is the same, and 100 GB of weights appear at the speed 
 
 from __future__ import annotations
 
+import tempfile
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from overspill.bench.families import Values
 from overspill.bench.shapes import SHAPES
 from overspill.errors import UserError
 from overspill.gguf.keys import Keys
@@ -24,6 +26,7 @@ from overspill.gguf.tensors import TensorInfo
 from overspill.gguf.types import TensorType
 from overspill.models.registry import architecture
 from overspill.models.specs.base import TensorSpec
+from overspill.placement.shape import Role, role_of
 from overspill.quant.dequant import dequantize
 from overspill.quant.qtensor import QTensor
 
@@ -47,13 +50,16 @@ _FACTORS: dict[TensorType, tuple[tuple[int, float], ...]] = {
     _T.IQ4_NL: ((0, 1.0),),
     _T.IQ4_XS: ((0, 1.0),),
 }
-_CONV = "ssm_conv1d"
+_CONV = "conv1d"
 _PLAIN = {_T.F32: np.float32, _T.F16: np.float16}
 
 
 @dataclass(frozen=True)
 class SyntheticModel:
-    """A `ModelSource` of random weights: matrices of `type`, router and vectors F32."""
+    """A `ModelSource` of random weights: matrices of `type`, router and vectors F32.
+
+    A table of which few rows are read is all zeros, and takes no memory.
+    """
 
     name: str
     keys: Keys
@@ -74,6 +80,8 @@ class SyntheticModel:
         return TensorInfo(name=spec.name, shape=spec.shape, type=type, n_bytes=n_bytes, part=0, offset=0)
 
     def _type_of(self, spec: TensorSpec) -> TensorType:
+        if spec.is_index:
+            return _T.I32
         if len(spec.shape) == 1 or spec.name.endswith((".bias", "ffn_gate_inp.weight")) or _CONV in spec.name:
             return _T.F32
         is_whole = spec.shape[-1] % self.type.block.n_elements == 0
@@ -82,6 +90,10 @@ class SyntheticModel:
     def bytes_of(self, name: str) -> NDArray[np.uint8]:
         """Random blocks; the same for each call."""
         info = self.tensors[name]
+        if role_of(name)[0] is Role.LOOKUP:
+            return _zeros(info.n_bytes)
+        if info.type is _T.I32:
+            return _expert_ids(*info.shape, n_expert=self.keys.scoped(self.keys.arch).u32("expert_count"))
         rng = np.random.default_rng([self.seed, zlib.crc32(name.encode())])
         if info.type is _T.F32:
             return _plain(rng, info)
@@ -104,8 +116,32 @@ def synthetic(shape: str, *, quant: str, n_layer: int | None = None, seed: int =
         raise UserError(f"--layers {n_layer}: give at least 1")
     values = dict(SHAPES[shape])
     if n_layer is not None:
-        values[f"{values['general.architecture']}.block_count"] = n_layer
+        values = _with_layers(values, n_layer)
     return SyntheticModel(f"{shape} {quant} (random)", Keys.of(values, shape), TensorType[quant], seed)
+
+
+def _with_layers(values: Values, n_layer: int) -> Values:
+    """The same with another number of layers; of what is there for each layer, the beginning."""
+    name = f"{values['general.architecture']}.block_count"
+    n_before = values[name]
+    cut = {
+        key: value[:n_layer] if isinstance(value, tuple) and len(value) == n_before else value
+        for key, value in values.items()
+    }
+    return cut | {name: n_layer}
+
+
+def _zeros(n_bytes: int) -> NDArray[np.uint8]:
+    """A file of which no byte is stored, mapped: pages come into being when they are read, and may go again."""
+    with tempfile.TemporaryFile() as file:
+        file.truncate(n_bytes)
+        return np.memmap(file, np.uint8, "r", shape=(n_bytes,))
+
+
+def _expert_ids(n_vocab: int, n_used: int, *, n_expert: int) -> NDArray[np.uint8]:
+    """Of each token different experts, spread evenly."""
+    ids = np.arange(n_vocab, dtype=np.int32)[:, None] * n_used + np.arange(n_used, dtype=np.int32)
+    return (ids % n_expert).reshape(-1).view(np.uint8)
 
 
 def _can_make(type: TensorType) -> bool:

@@ -54,7 +54,7 @@ class Keys(Mapping[str, Value]):
         self._prefix = prefix
 
     @classmethod
-    def of(cls, values: Mapping[str, bool | int | float | str], name: str) -> Keys:
+    def of(cls, values: Mapping[str, bool | int | float | str | tuple[int, ...]], name: str) -> Keys:
         """Metadata made up by a program: plain values, stored under the usual types; `name` stands for a path."""
         return cls({key: _entry(key, value) for key, value in values.items()}, Path(name))
 
@@ -231,7 +231,9 @@ def _plain(entry: Entry) -> Value:
     return value
 
 
-def _entry(key: str, value: bool | int | float | str) -> Entry:
+def _entry(key: str, value: bool | int | float | str | tuple[int, ...]) -> Entry:
+    if isinstance(value, tuple):
+        return Entry(key, ValueType.ARRAY, np.array(value, np.uint64), ValueType.U64)
     if isinstance(value, str):
         return Entry(key, ValueType.STRING, value.encode())
     kind = {bool: ValueType.BOOL, int: ValueType.U32, float: ValueType.F32}[type(value)]
