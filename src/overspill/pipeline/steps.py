@@ -79,11 +79,18 @@ class StepWork(Work):
 
 
 class _Letter(NamedTuple):
-    """A hand-off: its boxes and flags in pinned memory."""
+    """A hand-off: its box in pinned memory, with all parts one behind the other, and a flag for each."""
 
     action: Action
     box: torch.Tensor
     flags: torch.Tensor
+    part_words: list[int]
+
+    @property
+    def boxes(self) -> Sequence[torch.Tensor]:
+        """The box of each part."""
+        boxes: Sequence[torch.Tensor] = self.box.split(self.part_words)
+        return boxes
 
 
 class _HostWork(NamedTuple):
@@ -100,6 +107,12 @@ class _Program:
     recordings: dict[int, Recording]
     host: list[_HostWork]
     last: list[Action]
+
+
+def _row_words(buffer: Buffer) -> int:
+    """32-bit words of one token in a buffer `[T, ...]`."""
+    rows = buffer.raw()
+    return prod(rows.shape[1:]) * rows.element_size() // 4
 
 
 class StepRunner:
@@ -181,12 +194,12 @@ class StepRunner:
         if letter is None:
             self._work.compute(work.action, ubatch)
         elif letter.action.source == self._layout.host:
-            for part, box in zip(self._parts(letter.action.reads, ubatch), self._boxes(letter, ubatch), strict=True):
+            for part, box in zip(self._parts(letter.action.reads, ubatch), letter.boxes, strict=True):
                 box.copy_(part.view(-1).view(torch.int32))
             raise_flags(letter.flags.data_ptr(), len(letter.flags), self._n_steps)
         else:
             self._wait_for(letter)
-            for part, box in zip(self._parts(letter.action.writes, ubatch), self._boxes(letter, ubatch), strict=True):
+            for part, box in zip(self._parts(letter.action.writes, ubatch), letter.boxes, strict=True):
                 part.view(-1).view(torch.int32).copy_(box)
 
     def _wait_for(self, letter: _Letter) -> None:
@@ -198,11 +211,6 @@ class StepRunner:
                 return
             if time.monotonic() > patience:
                 raise RuntimeError(f"the CPU waited in vain for {letter.action.label} in a decoding step")
-
-    def _boxes(self, letter: _Letter, ubatch: Ubatch) -> Sequence[torch.Tensor]:
-        sizes = [part.nbytes // 4 for part in self._parts(letter.action.reads, ubatch)]
-        boxes: Sequence[torch.Tensor] = letter.box[: sum(sizes)].split(sizes)
-        return boxes
 
     def _logits(self, program: _Program, ubatch: Ubatch) -> list[torch.Tensor]:
         pieces = []
@@ -261,12 +269,9 @@ class StepRunner:
 
     def _letters(self, hand_offs: Sequence[Action], ubatch: Ubatch) -> dict[int, _Letter]:
         """A box and flags for each hand-off, in memory that is reserved for the most tokens at the first step."""
-        row_words = [
-            sum(prod(b.raw().shape[1:]) * b.raw().element_size() // 4 for b in self._memory.all_of(a.reads))
-            for a in hand_offs
-        ]
+        row_words = [[_row_words(b) for b in self._memory.all_of(a.reads)] for a in hand_offs]
         most = min(MAX_STEP_TOKENS, self._memory.sizes.n_slots)
-        n_words, n_flags = sum(row_words) * most, len(hand_offs) * _FLAGS_A_LETTER
+        n_words, n_flags = sum(map(sum, row_words)) * most, len(hand_offs) * _FLAGS_A_LETTER
         if n_words > len(self._mail) or n_flags > len(self._flags):
             allocate = self._devices.host.allocate_pinned
             self._mail = allocate(4 * max(1, n_words), name="mail").host_tensor.view(torch.int32).zero_()
@@ -274,10 +279,10 @@ class StepRunner:
             self._programs.clear()
         found, at = {}, 0
         for i, (action, words) in enumerate(zip(hand_offs, row_words, strict=True)):
-            n_parts = len(self._memory.all_of(action.reads))
-            flags = self._flags[i * _FLAGS_A_LETTER : i * _FLAGS_A_LETTER + n_parts]
-            found[id(action)] = _Letter(action, self._mail[at : at + words * ubatch.n_tokens], flags)
-            at += words * most
+            flags = self._flags[i * _FLAGS_A_LETTER :][: len(words)]
+            part_words = [n * ubatch.n_tokens for n in words]
+            found[id(action)] = _Letter(action, self._mail[at : at + sum(part_words)], flags, part_words)
+            at += sum(words) * most
         return found
 
     def _parts(self, resources: Sequence[tuple[str | int, ...]], ubatch: Ubatch) -> list[torch.Tensor]:
@@ -293,7 +298,7 @@ class StepRunner:
         return lambda: copy(self._work.inputs[i_device].tensor, source)
 
     def _mailing(self, end: int, letter: _Letter, ubatch: Ubatch) -> Callable[[], None]:
-        mail, action, (_, box, flags) = self._mail_of(end), letter.action, letter
+        mail, (action, box, flags, _) = self._mail_of(end), letter
 
         def body() -> None:
             number = inputs_in(self._work.inputs[end].tensor, ubatch.n_tokens).number
