@@ -104,7 +104,8 @@ def needs_on(machine: Machine, hp: HParams) -> Callable[[int], KernelNeeds]:
         normed_value_bytes=2,
         scratch_bytes=scratch_bytes(
             n_ubatch, n_embd=hp.n_embd, n_heads_dim=n_heads_dim, n_kv_dim=hp.n_head_kv * hp.head_dim, experts=experts
-        ),
+        )
+        + 4 * hp.n_scratch * n_ubatch,
         head_bytes=logits_bytes + DENSE_PART_BYTES,
         resident_bytes=DEFAULT_WEIGHT_BYTES if hp.n_expert else 0,
     )

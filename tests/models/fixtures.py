@@ -88,4 +88,5 @@ MODELS = [
     Case("qwen35", hf=1e-3, llamacpp=1e-3),
     Case("qwen35moe", hf=1e-3, llamacpp=1e-3),
     Case("qwen35moe-mtp", hf=1e-3, llamacpp=1e-3),
+    Case("kimi_linear", hf=1e-3, llamacpp=1e-3),
 ]

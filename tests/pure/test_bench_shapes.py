@@ -37,6 +37,7 @@ PUBLISHED = {
     "kimi-k2": (1026.4, 31.7),
     "deepseek-v4-flash": (284.3, 13.3),
     "qwen3.8-flash-next": (176.9, 6.7),
+    "kimi-linear-48b-a3b": (49.1, 3.1),
     "glm-4.5-air": (106.9, 12.8),
     "glm-4.5": (352.8, 32.8),
     "minimax-m2": (228.7, 10.4),

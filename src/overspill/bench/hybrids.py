@@ -49,3 +49,35 @@ def delta_rule(n_value_heads: int) -> Values:
         "ssm.time_step_rank": n_value_heads,
         "ssm.inner_size": n_value_heads * 128,
     }
+
+
+def kimi_linear() -> Values:
+    """Kimi-Linear: latent attention in every fourth layer and the last, 32 heads of 128 channels in all."""
+    n_layer = 27
+    is_attention = [i % 4 == 3 or i == n_layer - 1 for i in range(n_layer)]
+    values = decoder(
+        "kimi-linear",
+        n_layer,
+        2304,
+        heads=(32, 0),
+        head_dim=576,
+        n_ff=9216,
+        n_vocab=163840,
+        n_ctx=1048576,
+        rope_base=1e4,
+        rms_eps=1e-5,
+        experts=(256, 8, 1024),
+        more={
+            "attention.kv_lora_rank": 512,
+            "attention.key_length_mla": 192,
+            "attention.value_length_mla": 128,
+            "rope.dimension_count": 64,
+            "leading_dense_block_count": 1,
+            "expert_shared_count": 1,
+            "expert_weights_scale": 2.446,
+            "expert_gating_func": 2,
+            "ssm.conv_kernel": 4,
+            "kda.head_dim": 128,
+        },
+    )
+    return values | {"kimi-linear.attention.head_count_kv": tuple(map(int, is_attention))}

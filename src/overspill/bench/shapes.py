@@ -24,7 +24,7 @@ from overspill.bench.families import (
     qwen3,
     qwen3moe,
 )
-from overspill.bench.hybrids import qwen35
+from overspill.bench.hybrids import kimi_linear, qwen35
 from overspill.bench.streams import deepseek4, qwen4
 
 SHAPES: Final[dict[str, dict[str, Value]]] = {
@@ -80,6 +80,7 @@ SHAPES: Final[dict[str, dict[str, Value]]] = {
     ),
     "deepseek-v4-flash": deepseek4(),
     "qwen3.8-flash-next": qwen4(),
+    "kimi-linear-48b-a3b": kimi_linear(),
     "glm-4.5-air": glm4((46, 1), 4096, n_ff=10944, experts=(128, 8, 1408), scale=1.0),
     "glm-4.5": glm4((92, 3), 5120, n_ff=12288, experts=(160, 8, 1536), scale=2.5),
     "minimax-m2": minimax(),

@@ -114,9 +114,8 @@ def _layer_of(name: str) -> int | None:
 
 
 def _check(spec: TensorSpec, info: TensorInfo) -> None:
-    is_row = len(spec.shape) == 1 and info.shape == (1, *spec.shape)
     is_longer = spec.is_padded and info.shape[0] >= spec.shape[0] and info.shape[1:] == spec.shape[1:]
-    if info.shape != spec.shape and not is_row and not is_longer:
+    if _without_ones(info.shape) != _without_ones(spec.shape) and not is_longer:
         what = "the vocabulary size does not match: " if spec.name == "token_embd.weight" else ""
         raise UserError(f"tensor {spec.name}: {what}shape {_gguf(info.shape)}, expected {_gguf(spec.shape)}")
     if spec.is_index:
@@ -124,6 +123,11 @@ def _check(spec: TensorSpec, info: TensorInfo) -> None:
             raise UserError(f"tensor {spec.name} is {info.type.name}, expected I32: convert the model again")
     elif info.type.is_integer or info.type in _NEVER_STORED:
         raise UserError(f"tensor {spec.name} is {info.type.name}, a type no weight can have: convert the model again")
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Converters leave dimensions of 1 in some tensors and drop them from others."""
+    return tuple(n for n in shape if n != 1)
 
 
 def _gguf(shape: tuple[int, ...]) -> str:

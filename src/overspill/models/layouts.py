@@ -1,9 +1,9 @@
 """Files that hold the same weights in another layout, presented as the tensors that architectures list.
 
 Over the years the same matrices were stored one expert at a time, gate and up in one tensor, queries, keys and
-values in one tensor, or the two halves of a latent projection in one. Everything behind this module sees one layout
-only. Bytes of a part of a tensor are cut out when they are read: rows that follow each other are a view, other parts
-and stacks are copied.
+values in one tensor, the two halves of a latent projection in one, or all inputs of the delta rule in one. Everything
+behind this module sees one layout only. Bytes of a part of a tensor are cut out when they are read: rows that follow
+each other are a view, other parts and stacks are copied.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -69,7 +70,7 @@ def in_one_layout(source: ModelSource, specs: Iterable[TensorSpec]) -> ModelSour
     shapes = {spec.name: spec.shape for spec in specs}
     derived: dict[str, _Derived] = {}
     for name in sorted(shapes.keys() - source.tensors.keys()):
-        for rule in (_fused_experts, _single_experts, _fused_rows, _latent):
+        for rule in (_fused_experts, _single_experts, _fused_rows, _latent, _delta_inputs):
             derived |= {d.info.name: d for d in rule(name, shapes, source.tensors)}
     return Relaid(source, derived) if derived else source
 
@@ -141,6 +142,26 @@ def _latent(name: str, shapes: Shapes, tensors: Infos) -> Iterator[_Derived]:
         to = info.type if info.type in (TensorType.F32, TensorType.BF16) else TensorType.F16
         read = partial(_keys_transposed, n_keys=n_keys, type=info.type, to=to, shape=(H, k_dim, n_latent))
         yield _derive(name, shapes[name], replace(info, type=to), read)
+    yield from _scale(name, info, tensors)
+
+
+def _delta_inputs(name: str, shapes: Shapes, tensors: Infos) -> Iterator[_Derived]:
+    """`ssm_in`: of each key head the rows of its query, its key, its values, and their gates."""
+    part, info = _original(name, tensors, ("attn_qkv.weight", "attn_gate.weight"), "ssm_in.weight")
+    if info is None:
+        return
+    n_channels, n_embd = shapes[name.replace(part, "attn_qkv.weight")]
+    n_values = shapes[name.replace(part, "attn_gate.weight")][0]
+    (dim,) = shapes[name.replace(part, "ssm_norm.weight")]
+    n_runs = (n_channels - n_values) // 2 // dim
+    _expect(info, (n_channels + n_values, n_embd))
+    row_bytes = info.n_bytes // info.shape[0]
+    ends = [0, dim, 2 * dim, 2 * dim + n_values // n_runs, 2 * dim + 2 * n_values // n_runs]
+    cuts = [partial(_cut, n_runs=n_runs, first=a * row_bytes, last=b * row_bytes) for a, b in pairwise(ends)]
+    if part == "attn_gate.weight":
+        yield _derive(name, shapes[name], info, cuts[3])
+    else:
+        yield _derive(name, shapes[name], info, lambda raw: np.concatenate([cut(raw) for cut in cuts[:3]]))
     yield from _scale(name, info, tensors)
 
 

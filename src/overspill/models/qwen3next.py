@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from overspill.cache.kv import KvCache
 from overspill.models.base import Block, HParams, UbatchView
 from overspill.models.layers import PutHeads, linear, linears
-from overspill.models.recurrent import PER_HEAD, Tokens, causal_conv, delta_rule, run_segments, unit_heads
+from overspill.models.recurrent import PER_HEAD, mix_tokens
 from overspill.models.specs.qwen3next import FFN_NORM
 from overspill.models.specs.recurrent import DeltaHParams
 from overspill.models.transformer import Transformer
@@ -61,23 +61,10 @@ class Model(Transformer):
         dt = block.bias("ssm_dt")
         assert dt is not None
         g = block.values("ssm_a") * F.softplus(a + dt)
-        taps, rule = dequantize(block.matrix("ssm_conv1d")), hp.delta
-
-        def step(
-            rows: tuple[torch.Tensor, ...], states: tuple[torch.Tensor, ...]
-        ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-            qkv, g, beta = rows
-            before, state = states
-            mixed, before = causal_conv(qkv, before, taps)
-            q, k, v = mixed.split([rule.key_dim, rule.key_dim, rule.value_dim], -1)
-            q, k = (self.spread(unit_heads(x.unflatten(-1, (-1, rule.head_dim)), hp.rms_eps)) for x in (q, k))
-            tokens = Tokens(
-                q * rule.head_dim**-0.5, k, v.unflatten(-1, (-1, rule.head_dim)), g[..., None], beta[..., None]
-            )
-            y, state = delta_rule(tokens, state, PER_HEAD)
-            return y, (before, state)
-
-        y = run_segments(view.segments, (qkv.float(), g, torch.sigmoid(b)), cache.state[:2], step)
+        taps, inputs = dequantize(block.matrix("ssm_conv1d")), (qkv.float(), g[..., None], torch.sigmoid(b)[..., None])
+        y = mix_tokens(
+            hp.delta, view.segments, inputs, cache.state[:2], taps, PER_HEAD, eps=hp.rms_eps, spread=self.spread
+        )
         y = block.ops.rms_norm(y, block.vector("ssm_norm"), hp.rms_eps).flatten(1)
         return self.gate_delta(block, z, y)
 
@@ -93,6 +80,6 @@ class Model(Transformer):
         return a.flatten(1), b.flatten(1)
 
     def spread(self, x: torch.Tensor) -> torch.Tensor:
-        """Hook: key heads -> value heads; neighbours share a key head."""
+        """Hook: key heads `[..., G, K]` -> value heads; neighbours share a key head."""
         hp = self._hybrid.delta
-        return x.repeat_interleave(hp.n_heads // hp.n_key_heads, 2)
+        return x.repeat_interleave(hp.n_heads // hp.n_key_heads, -2)

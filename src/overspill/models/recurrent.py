@@ -23,6 +23,7 @@ import torch.nn.functional as F
 
 from overspill.cache.cells import Segment
 from overspill.cache.recurrent import put_states, runs, states_before
+from overspill.models.specs.recurrent import DeltaParams
 
 Step = Callable[[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]], tuple[torch.Tensor, tuple[torch.Tensor, ...]]]
 """Inputs `[B, T, ...]` and states `[B, ...]` -> outputs `[B, T, ...]` and new states."""
@@ -58,7 +59,7 @@ def causal_conv(
     y = seen[:, :T] * taps_CJ[:, 0]
     for j in range(1, taps_CJ.shape[1]):
         y.addcmul_(seen[:, j : j + T], taps_CJ[:, j])
-    return F.silu(y), seen[:, T:]
+    return F.silu(y), seen[:, T:].clone()  # a view would keep all of `seen`
 
 
 def unit_heads(x: torch.Tensor, eps: float) -> torch.Tensor:
@@ -105,6 +106,36 @@ def _channel_products(x: torch.Tensor, k: torch.Tensor, G: torch.Tensor) -> torc
 
 PER_HEAD = Decay(_head_products, 64)
 PER_CHANNEL = Decay(_channel_products, 16)
+
+
+def mix_tokens(
+    params: DeltaParams,
+    segments: Sequence[Segment],
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    kept: Sequence[torch.Tensor],
+    taps_CJ: torch.Tensor,
+    decay: Decay,
+    *,
+    eps: float,
+    spread: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
+) -> torch.Tensor:
+    """Convolution and delta rule over a ubatch, `[T, H, V]`.
+
+    inputs: products [q | k | v] `[T, C]`; g and beta, `[T, H, *]` as in `Tokens`. kept: inputs of the convolution, and
+    states. eps: of the lengths of q and k. spread: from key heads `[..., G, K]` to those of values.
+    """
+
+    def step(
+        rows: tuple[torch.Tensor, ...], states: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        mixed, before = causal_conv(rows[0], states[0], taps_CJ)
+        parts = mixed.split([params.key_dim, params.key_dim, params.value_dim], -1)
+        q, k, v = (x.unflatten(-1, (-1, params.head_dim)) for x in parts)
+        q, k = spread(unit_heads(q, eps) * params.head_dim**-0.5), spread(unit_heads(k, eps))
+        y, state = delta_rule(Tokens(q, k, v, *rows[1:]), states[1], decay)
+        return y, (before, state)
+
+    return run_segments(segments, inputs, kept, step)
 
 
 def delta_rule(tokens: Tokens, state_BHKV: torch.Tensor, decay: Decay) -> tuple[torch.Tensor, torch.Tensor]:

@@ -224,14 +224,15 @@ class _Loader:
 
     def _matrix(self, device: Device, spec: TensorSpec) -> QTensor:
         info = self._source.tensors[spec.name]
+        shape = info.shape if spec.is_padded else spec.shape
         if device.is_host:
-            return QTensor.from_bytes(self._on_host(info), info.type, info.shape)
+            return QTensor.from_bytes(self._on_host(info), info.type, shape)
         plain = self._ops_of(device).plain
         if self._widens_dense and plain is not None and is_widened(info):
             return self._plain(device, info, plain)
         target = self._new(device, info.n_bytes, info.name)
         self._send(target, self._reader.open(info.name))
-        return QTensor.from_bytes(target.raw(), info.type, info.shape)
+        return QTensor.from_bytes(target.raw(), info.type, shape)
 
     def _on_host(self, info: TensorInfo) -> torch.Tensor:
         """Bytes of a tensor that the CPU computes with: where they are, unless the mode wants a copy."""

@@ -65,6 +65,11 @@ class HParams:
         return self.n_embd
 
     @property
+    def n_scratch(self) -> int:
+        """Values for each token that the model's own functions hold at once, beside what the kernels take."""
+        return 0
+
+    @property
     def n_before(self) -> int:
         """So many tokens before it count in a token's embedding."""
         return 0
@@ -95,14 +100,17 @@ class HParams:
         return self.rope
 
 
-def read_hparams(keys: Keys, *, gating: Gating = Gating.SOFTMAX, is_normalised: bool = True) -> HParams:
+def read_hparams(
+    keys: Keys, *, gating: Gating = Gating.SOFTMAX, is_normalised: bool = True, n_head_kv: int | None = None
+) -> HParams:
     """The keys that all decoders share, checked; see the GGUF architecture keys.
 
-    gating, is_normalised: the architecture's way of routing, for files that do not say it.
+    gating, is_normalised: the architecture's way of routing, for files that do not say it. n_head_kv: for
+    architectures that use the key for something else.
     """
     a = keys.scoped(keys.arch)
     n_embd = at_least_one(a, "embedding_length")
-    n_head, n_head_kv = _head_counts(a)
+    n_head, n_head_kv = _head_counts(a, n_head_kv)
     head_dim = a.u32("attention.key_length", default=n_embd // n_head)
     n_expert, n_used = _expert_counts(a)
     router = RouterParams.from_keys(a, n_expert, n_used, gating=gating, is_normalised=is_normalised)
@@ -153,9 +161,9 @@ def require_experts(hp: HParams) -> HParams:
     return hp
 
 
-def _head_counts(a: Keys) -> tuple[int, int]:
+def _head_counts(a: Keys, n_head_kv: int | None) -> tuple[int, int]:
     n_head = at_least_one(a, "attention.head_count")
-    n_head_kv = a.u32("attention.head_count_kv", default=n_head)
+    n_head_kv = a.u32("attention.head_count_kv", default=n_head) if n_head_kv is None else n_head_kv
     if n_head_kv == 0 or n_head % n_head_kv:
         raise UserError(
             f"{a.full_name('attention.head_count_kv')} is {n_head_kv}: must divide attention.head_count, {n_head}"

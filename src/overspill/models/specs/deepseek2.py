@@ -99,7 +99,7 @@ def tensors(hp: HParams) -> list[TensorSpec]:
     assert isinstance(hp, LatentHParams)
     specs = global_tensors(hp)
     for i in range(hp.n_layer):
-        specs += _attention(hp, i)
+        specs += latent_tensors(hp, i)
         if hp.is_moe(i):
             specs += [*expert_tensors(hp, i), router_bias(hp, i), *shared_tensors(hp, i)]
         else:
@@ -107,7 +107,8 @@ def tensors(hp: HParams) -> list[TensorSpec]:
     return specs
 
 
-def _attention(hp: LatentHParams, i_layer: int) -> list[TensorSpec]:
+def latent_tensors(hp: LatentHParams, i_layer: int) -> list[TensorSpec]:
+    """Latent attention and the norm before it."""
     b, D, H, L = f"blk.{i_layer}.", hp.n_embd, hp.n_head, hp.n_latent
     return [
         TensorSpec(b + "attn_norm.weight", (D,)),

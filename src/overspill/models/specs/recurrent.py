@@ -40,6 +40,14 @@ class DeltaParams:
         return 2 * self.key_dim + self.value_dim
 
     @property
+    def n_scratch(self) -> int:
+        """Values for each token that `models.recurrent` holds at once: when it solves for what chunks add.
+
+        Inputs before and after the convolution, 18 of each value channel, and 6 chunks of 64 tokens of each head.
+        """
+        return 2 * self.n_channels + 18 * self.value_dim + 6 * 64 * self.n_heads
+
+    @property
     def state(self) -> KvShape:
         """Inputs that the convolution looks back to, and a matrix for each head."""
         return KvShape.of_state((self.n_taps - 1, self.n_channels), (self.n_heads, self.head_dim, self.head_dim))
@@ -51,6 +59,11 @@ class DeltaHParams(HParams):
 
     delta: DeltaParams
     is_recurrent: tuple[bool, ...]
+
+    @property
+    def n_scratch(self) -> int:
+        """Values for each token that the delta rule holds at once."""
+        return self.delta.n_scratch
 
     def kv_shape(self, i_layer: int) -> KvShape:
         """A state, or keys and values."""
