@@ -121,11 +121,13 @@ def synthetic(shape: str, *, quant: str, n_layer: int | None = None, seed: int =
 
 
 def _with_layers(values: Values, n_layer: int) -> Values:
-    """The same with another number of layers; of what is there for each layer, the beginning."""
+    """The same with another number of layers; what is there for each layer ends early or begins again."""
     name = f"{values['general.architecture']}.block_count"
     n_before = values[name]
     cut = {
-        key: value[:n_layer] if isinstance(value, tuple) and len(value) == n_before else value
+        key: tuple(value[i % len(value)] for i in range(n_layer))
+        if isinstance(value, tuple) and len(value) == n_before
+        else value
         for key, value in values.items()
     }
     return cut | {name: n_layer}
