@@ -7,7 +7,7 @@ import pytest
 from overspill import LLM, SamplingParams
 from tests.models.fixtures import Case, fixture
 
-CASES = [Case("qwen35"), Case("qwen3next-mtp"), Case("kimi_linear")]
+CASES = [Case("qwen35"), Case("qwen3next-mtp"), Case("kimi_linear"), Case("deepseek_v4"), Case("qwen4_exp")]
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
 

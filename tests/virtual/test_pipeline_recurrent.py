@@ -15,7 +15,7 @@ from tests.helpers.pipe import Pipe, Shape, cut_wave, pipe, rare_delays, run_all
 from tests.helpers.reference import Reference, reference_logits
 from tests.models.fixtures import Case
 
-HYBRIDS = [Case("qwen35"), Case("qwen3next-mtp"), Case("kimi_linear")]
+HYBRIDS = [Case("qwen35"), Case("qwen3next-mtp"), Case("kimi_linear"), Case("deepseek_v4"), Case("qwen4_exp")]
 CLOSE = 2e-4
 
 
@@ -74,9 +74,9 @@ def test_any_ubatch_size_on_three_devices(case: Case, n_ubatch: int) -> None:
     torch.testing.assert_close(logits, torch.from_numpy(case.expected("llamacpp_logits_1")[:n]), rtol=0, atol=1e-3)
 
 
-def test_a_sequence_goes_on_from_a_kept_state_and_from_no_other() -> None:
+@pytest.mark.parametrize("case", HYBRIDS, ids=str)
+def test_a_sequence_goes_on_from_a_kept_state_and_from_no_other(case: Case) -> None:
     """A second prompt with the same first 32 tokens, on the row where the state after them was left."""
-    case = HYBRIDS[0]
     first, second = prompt(case, 48), prompt(case, 32) + prompt(case, 16, 80)
     expected = [reference_logits(case.model, [cut_wave(ids, (16,) * 3)], n_cells=48) for ids in (first, second)]
 
