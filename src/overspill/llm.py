@@ -21,10 +21,11 @@ import torch
 from overspill.device.base import Span
 from overspill.device.lane import Lane
 from overspill.engine.constraint import Constraint
-from overspill.engine.engine import Engine
+from overspill.engine.engine import Engine, EngineStatus, WaveAbandoned
 from overspill.engine.loop import EngineLoop, EventStream
 from overspill.engine.params import SamplingParams
 from overspill.engine.request import DoneEvent, Request, Timings, TokenEvent
+from overspill.engine.scheduler import PrefixReuse
 from overspill.errors import UserError
 from overspill.gguf import open_gguf
 from overspill.gguf.source import ModelSource
@@ -127,7 +128,9 @@ class LLM:
                 n_slots=self.sizes.n_slots,
                 n_ubatch=self.sizes.n_ubatch,
                 n_wave=placed.n_wave,
+                reuse=PrefixReuse(self.options.prefix_reuse),
                 n_states=self.sizes.n_states if self.hparams.has_states else 0,
+                max_wave_ms=self.options.max_wave_ms,
             )
             on_failure.pop_all()
         read_ahead(loaded.in_file, self.devices.host.free_bytes)
@@ -169,11 +172,18 @@ class LLM:
     # --- ids in, events out: the door for server, command line and benchmark
 
     def request(
-        self, ids: Sequence[int], params: SamplingParams | None = None, constraint: Constraint | None = None
+        self,
+        ids: Sequence[int],
+        params: SamplingParams | None = None,
+        constraint: Constraint | None = None,
+        *,
+        slot: int | None = None,
+        reuses_cells: bool = True,
     ) -> Request:
         """A request for `submit`, with the model's own end tokens."""
         ends = frozenset[int]() if self._tokenizer is None else self._tokenizer.eos_ids
-        return Request(f"r{next(self._numbers)}", tuple(ids), params or SamplingParams(), ends, constraint)
+        number = next(self._numbers)
+        return Request(f"r{number}", tuple(ids), params or SamplingParams(), ends, constraint, slot, reuses_cells)
 
     def submit(self, request: Request) -> EventStream:
         """Queue a request; iterate the result for its events. Closing it early cancels the request."""
@@ -208,9 +218,18 @@ class LLM:
     def run_wave(self, wave: Wave) -> list[torch.Tensor]:
         """Compute a wave below the engine (benchmarks): per ubatch, logits `[n output rows, V]`."""
         with self._running:
-            return self.watch.run(wave, lambda: self.runner.run(wave, self._schedule(wave)))
+            return self.watch.run(wave, lambda: self.runner.run(wave, self._schedule(wave), self._check_wanted))
+
+    def _check_wanted(self) -> None:
+        if self._engine.is_wave_abandoned:
+            raise WaveAbandoned
 
     # --- what happened
+
+    @property
+    def status(self) -> EngineStatus:
+        """What slots and queue are doing now; from any thread, without waiting."""
+        return self._engine.status
 
     def counters(self) -> dict[str, Any]:
         """Uploaded bytes, waves, busy shares and the rest, since loading or `reset_counters`."""

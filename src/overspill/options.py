@@ -68,6 +68,14 @@ class Options:
     ctx_checkpoints: int = _option(
         3, "--ctx-checkpoints -ctxcp", "states kept per sequence to go on from, in models with recurrent layers"
     )
+    prefix_reuse: str = _option(
+        "any-point",
+        "--prefix-reuse",
+        "cells a prompt keeps of former ones: any-point, whole-ubatches (same bits), none",
+    )
+    max_wave_ms: float | None = _option(
+        None, "--max-wave-ms", "bound on the time between tokens while prompts of others are computed; None: none"
+    )
     schedule: str = _option("auto", "--schedule", "auto, serial, depth-first or breadth-first")
     grain: int | None = _option(None, "--grain", "layers a device takes in turn; None: chosen")
     policy: str = _option("auto", "--policy", "host experts: auto, all (upload whole layers), selected, cpu")
@@ -101,6 +109,8 @@ class Options:
         _check_batches(self.n_ubatch, self.n_wave)
         if self.h2d_gbps is not None and not (math.isfinite(self.h2d_gbps) and self.h2d_gbps > 0):
             raise UserError(f"{flag_of('h2d_gbps')} {self.h2d_gbps}: give a speed above 0, in GB/s")
+        if self.max_wave_ms is not None and not (math.isfinite(self.max_wave_ms) and self.max_wave_ms > 0):
+            raise UserError(f"{flag_of('max_wave_ms')} {self.max_wave_ms:g}: give milliseconds above 0")
         for override in self.overrides:
             _check_pattern(override)
 
@@ -129,6 +139,7 @@ HELP: Final[Mapping[str, str]] = MappingProxyType({f.name: f.metadata["doc"] for
 _CHOICES: Final = {
     "split_mode": ("none", "layer"),
     "fit": ("on", "off", "balanced"),
+    "prefix_reuse": ("any-point", "whole-ubatches", "none"),
     "schedule": ("auto", "serial", "depth-first", "breadth-first"),
     "policy": ("auto", "all", "selected", "cpu"),
     "host_stage": ("auto", "0", "1"),
@@ -273,6 +284,7 @@ _PARSERS: Final[Mapping[str, Callable[[str], object]]] = {
     "device_memory": parse_device_memory,
     "override_tensor": lambda text: (text,),
     "h2d_gbps": lambda text: _to_float("h2d_gbps", text),
+    "max_wave_ms": lambda text: _to_float("max_wave_ms", text),
 }
 _TEXTS: Final = frozenset({"devices", "trace", *_CHOICES})
 

@@ -337,6 +337,8 @@ BAD_VALUES = {
     "n_wave": "0",
     "n_parallel": "0",
     "ctx_checkpoints": "-1",
+    "prefix_reuse": "some",
+    "max_wave_ms": "0",
     "schedule": "fast",
     "grain": "0",
     "policy": "some",

@@ -25,7 +25,7 @@ FROZEN_FLAGS = """
 --devices -dev | --device-memory | --n-gpu-layers -ngl | --tensor-split -ts | --split-mode -sm | --main-gpu -mg
 --override-tensor -ot | --cpu-moe -cmoe | --n-cpu-moe -ncmoe | --fit -fit | --fit-target -fitt | --fit-ctx -fitc
 --ctx-size -c | --ubatch-size -ub | --n-wave --batch-size -b | --parallel -np | --ctx-checkpoints -ctxcp
---schedule | --grain | --policy
+--prefix-reuse | --max-wave-ms | --schedule | --grain | --policy
 --slab-mib | --staging-slots | --max-in-flight | --threads -t | --chaos-seed | --trace | --host-stage -hs
 --host-stage-tile-mib | --force-xdev-sync | --load-mode -lm
 --load-threads -tl | --virtual-h2d-gbps
@@ -91,6 +91,9 @@ def test_frozen_and_keyword_only() -> None:
         ({"load_threads": None}, "-tl"),
         ({"chaos_seed": -1}, "--chaos-seed"),
         ({"h2d_gbps": 0.0}, "--virtual-h2d-gbps"),
+        ({"max_wave_ms": 0.0}, "--max-wave-ms"),
+        ({"max_wave_ms": float("nan")}, "--max-wave-ms"),
+        ({"prefix_reuse": "some"}, "--prefix-reuse"),
         ({"h2d_gbps": float("nan")}, "--virtual-h2d-gbps"),
         ({"n_gpu_layers": "most"}, "-ngl"),
         ({"n_gpu_layers": 1.5}, "-ngl"),

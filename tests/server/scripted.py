@@ -41,6 +41,6 @@ def scripted(served: Served, monkeypatch: pytest.MonkeyPatch) -> Says:
         def run_wave(wave: Any) -> list[torch.Tensor]:
             return [torch.stack([row() for _ in u.output_rows]) for u in wave.ubatches if u.output_rows]
 
-        monkeypatch.setattr(served.host.engine, "_run_wave", run_wave)
+        monkeypatch.setattr(served.llm._engine, "_run_wave", run_wave)
 
     return say

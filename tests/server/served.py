@@ -60,7 +60,7 @@ class Served:
         return sum(slot["is_processing"] for slot in self.client.get("/slots").json())
 
     def wait_until_idle(self, timeout_s: float = 20.0) -> None:
-        wait_until(lambda: self.n_busy() == 0 and self.host.engine.n_waiting == 0, timeout_s)
+        wait_until(lambda: self.n_busy() == 0 and self.llm.status.n_waiting == 0, timeout_s)
 
 
 def strict(text: str) -> Any:

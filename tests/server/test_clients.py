@@ -29,7 +29,7 @@ PROMPTS = ["import os", "The licence", "class A:", "for i in", "return", "x = 5"
 @contextmanager
 def slowed(served: Served, wave_s: float) -> Iterator[None]:
     """Every wave takes wave_s longer."""
-    engine = served.host.engine
+    engine = served.llm._engine
     run_wave = engine._run_wave
 
     def slow(wave: Any) -> Any:
@@ -99,7 +99,7 @@ def test_a_client_leaves_the_queue(served: Served) -> None:
         wait_until(lambda: served.n_busy() == 2)
         with pytest.raises(httpx.ReadTimeout):
             served.client.post("/completion", json={"prompt": "c", **LONG, "stream": False}, timeout=0.2)
-        wait_until(lambda: served.host.engine.n_waiting == 0, 1.0)
+        wait_until(lambda: served.llm.status.n_waiting == 0, 1.0)
         assert served.n_busy() == 2, "the others go on"
         assert [len(future.result()[-1]["timings"]) > 0 for future in busy] == [True, True]
 
@@ -120,7 +120,7 @@ def test_headers_and_comments_come_before_the_first_token(served: Served) -> Non
 
 
 def test_a_failed_wave_is_an_error_and_shows_in_health(served: Served) -> None:
-    engine = served.host.engine
+    engine = served.llm._engine
     run_wave = engine._run_wave
 
     def broken(wave: Any) -> Any:

@@ -120,6 +120,24 @@ def test_an_interrupted_wave_leaves_nothing_to_the_next(order: Order, policy: Po
         assert torch.equal(torch.cat(p.runner.run(WAVE, schedule)), expected)
 
 
+@pytest.mark.parametrize("order", list(Order))
+@pytest.mark.parametrize("n_before", [0, 1, 5])
+def test_a_wave_that_is_given_up_stops_at_a_split_and_leaves_nothing_to_the_next(order: Order, n_before: int) -> None:
+    expected = reference_logits(tiny_model(), [WAVE], n_cells=len(IDS))
+    calls: list[int] = []
+
+    def give_up() -> None:
+        calls.append(len(calls))
+        if len(calls) > n_before:
+            raise Broken
+
+    with open_pipe(Shape(2, slab_experts=2)) as p:
+        schedule = p.schedule(order)
+        assert isinstance(without_hanging(lambda: p.runner.run(WAVE, schedule, give_up)), Broken)
+        assert len(calls) == n_before + 1
+        assert torch.equal(torch.cat(p.runner.run(WAVE, schedule)), expected)
+
+
 def interrupt_after(n: int, function: Callable[..., None]) -> Callable[..., None]:
     calls = iter(range(n))
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-Allowed = NDArray[np.bool_]
+if TYPE_CHECKING:  # the scheduler, which knows requests, does without numpy
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class Constraint(Protocol):
@@ -20,7 +19,7 @@ class Constraint(Protocol):
         """Whether this token may follow."""
         ...
 
-    def allowed(self, n_vocab: int) -> Allowed:
+    def allowed(self, n_vocab: int) -> NDArray[np.bool_]:
         """For each of n_vocab ids whether it may follow; slower than `allows` for one."""
         ...
 

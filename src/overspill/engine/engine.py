@@ -18,6 +18,7 @@ from queue import SimpleQueue
 
 import torch
 
+from overspill.engine.pace import WavePace
 from overspill.engine.request import (
     DoneEvent,
     DoneReason,
@@ -50,6 +51,22 @@ class SlotState:
     n_generated: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """slots: what each is doing. n_waiting: requests without one. n_waves, n_in_waves: waves so far, and sequences in
+    all of them together. failed: what the device said when a wave last failed, else None."""
+
+    slots: tuple[SlotState, ...]
+    n_waiting: int
+    n_waves: int
+    n_in_waves: int
+    failed: str | None
+
+
+class WaveAbandoned(RuntimeError):
+    """Nobody wants the rest of a wave: all requests in it were cancelled."""
+
+
 @dataclass(slots=True)
 class _Run:
     """A request in the engine: its sequence, its sampler, and when it reached what."""
@@ -80,7 +97,8 @@ class Engine:
     run_wave: computes a wave and returns, per ubatch in order, the logits of its output rows as float32
     [len(output_rows), V] on the host. They are read before the next call, so it may reuse their memory.
     n_ctx_slot: cells a slot has. n_wave: most tokens a wave has. reuse: see `PrefixReuse`. n_states: see
-    `Scheduler`. clock: seconds.
+    `Scheduler`. max_wave_ms: see `WavePace`; None: unbounded. clock: seconds.
+    run_wave may raise WaveAbandoned once `is_wave_abandoned`; other errors are the device's.
     failed: what the device said when a wave last failed, else None.
     Raises UserError for sizes that do not fit together.
     """
@@ -96,6 +114,7 @@ class Engine:
         n_wave: int,
         reuse: PrefixReuse = PrefixReuse.WHOLE_UBATCHES,
         n_states: int = 0,
+        max_wave_ms: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.failed: str | None = None
@@ -110,6 +129,11 @@ class Engine:
             reuse=reuse,
             n_states=n_states,
         )
+        self._pace = None if max_wave_ms is None else WavePace(max_wave_ms, n_wave)
+        self._has_states = n_states > 0
+        self._n_waves = self._n_in_waves = 0
+        self._in_wave: frozenset[str] = frozenset()
+        self._cancelled: set[str] = set()
         self._runs: dict[str, _Run] = {}
         self._inbox: SimpleQueue[Request | str] = SimpleQueue()
         self._ids: set[str] = set()
@@ -126,7 +150,13 @@ class Engine:
 
     def cancel(self, request_id: str) -> None:
         """End a request at the next step, with reason "cancelled". Nothing happens if it has ended already."""
+        self._cancelled.add(request_id)
         self._inbox.put(request_id)
+
+    @property
+    def is_wave_abandoned(self) -> bool:
+        """Whether all requests of the wave that is being computed were cancelled."""
+        return bool(self._in_wave) and self._in_wave <= self._cancelled
 
     def forget_cells(self) -> None:
         """Trust no cells that former requests left: somebody else is about to write them. Only while idle."""
@@ -143,13 +173,17 @@ class Engine:
         return self._scheduler.n_waiting
 
     @property
+    def status(self) -> EngineStatus:
+        return EngineStatus(self.slots, self.n_waiting, self._n_waves, self._n_in_waves, self.failed)
+
+    @property
     def slots(self) -> tuple[SlotState, ...]:
         return tuple(_slot_state(i, sequence) for i, sequence in enumerate(self._scheduler.in_slots))
 
     def step(self) -> list[Event]:
         """Take in what came, compute one wave, sample. Blocks while the wave runs."""
         events = self._take_inbox()
-        wave = self._scheduler.next_wave()
+        wave = self._scheduler.next_wave(None if self._pace is None else self._pace.n_tokens)
         return events if wave is None else events + self._compute(wave)
 
     # --- coming in
@@ -160,7 +194,9 @@ class Engine:
             item = self._inbox.get()
             if isinstance(item, Request):
                 self._begin(item)
-            elif (run := self._runs.get(item)) is not None:
+                continue
+            self._cancelled.discard(item)
+            if (run := self._runs.get(item)) is not None:
                 self._scheduler.drop(run.sequence, keep_cells=True)
                 events.append(self._end(run.sequence, "cancelled"))
         return events
@@ -178,10 +214,17 @@ class Engine:
     def _compute(self, wave: Wave) -> list[Event]:
         sequences = self._scheduler.sequences_in(wave)
         self._mark_started(sequences)
+        self._in_wave = frozenset(s.request.id for s in sequences)
         try:
-            logits = self._run_wave(wave)
+            logits = self._run_paced(wave, sequences)
+        except WaveAbandoned:
+            return [self._give_up(s) for s in sequences]
         except Exception as error:
             return self._fail(sequences, error)
+        finally:
+            self._in_wave = frozenset()
+        self._n_waves += 1
+        self._n_in_waves += len(sequences)
         prompts = [s for s in sequences if not s.is_decoding]
         draws, ended = self._sample(wave, logits)
         finished = self._scheduler.commit(wave, {slot: draw.id for slot, draw in draws.items()})
@@ -190,6 +233,15 @@ class Engine:
         events += [_token(s, draws[s.slot]) for s in sequences if s.slot in draws]
         events += [self._end(s, reason) for s, reason in finished]
         return events + [self._abort(s, reason, message) for s, reason, message in ended]
+
+    def _run_paced(self, wave: Wave, sequences: list[Sequence]) -> list[torch.Tensor]:
+        n_prompt = wave.n_tokens - sum(s.is_decoding for s in sequences)
+        if self._pace is None or not 0 < n_prompt < wave.n_tokens:
+            return self._run_wave(wave)
+        started_s = self._clock()
+        logits = self._run_wave(wave)
+        self._pace.note(n_prompt, 1e3 * (self._clock() - started_s))
+        return logits
 
     def _sample(self, wave: Wave, logits: list[torch.Tensor]) -> tuple[dict[int, Draw], list[_Ended]]:
         """Draws by slot, and the sequences that got none."""
@@ -230,6 +282,11 @@ class Engine:
         events: list[Event] = [self._abort(s, "error", self.failed) for s in sequences]
         self._scheduler.forget_cells()
         return events
+
+    def _give_up(self, sequence: Sequence) -> DoneEvent:
+        """A request whose wave was abandoned. Cells from before it are sound; states were changed in place."""
+        self._scheduler.drop(sequence, keep_cells=not self._has_states)
+        return self._end(sequence, "cancelled")
 
     def _abort(self, sequence: Sequence, reason: DoneReason, message: str) -> DoneEvent:
         self._scheduler.drop(sequence, keep_cells=False)

@@ -22,6 +22,8 @@ class Request:
 
     id: unique among the requests in flight. prompt_ids: at least one, fewer than a slot's context.
     stop_ids: the model's end-of-generation ids. constraint: of this request alone, what its answer may consist of.
+    slot: the one to use, modulo their number; None: any. reuses_cells: what a slot has of the prompt is not computed
+    again.
     """
 
     id: str
@@ -29,6 +31,8 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     stop_ids: frozenset[int] = frozenset()
     constraint: Constraint | None = None
+    slot: int | None = None
+    reuses_cells: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,12 +21,13 @@ from numpy.typing import NDArray
 
 from overspill.engine.candidates import Candidates, Doubles, drawn, largest
 from overspill.engine.chain import chain_of, is_greedy, looks_back
-from overspill.engine.constraint import Allowed, Constraint
+from overspill.engine.constraint import Constraint
 from overspill.engine.mirostat import mirostat_1, mirostat_2, next_mu
 from overspill.engine.params import SamplingParams
 from overspill.engine.request import TopLogprobs
 
 Floats = NDArray[np.float32]
+Allowed = NDArray[np.bool_]
 
 # The largest float32; JSON has no infinity, so a logprob of -inf is reported as the lowest float, as llama-server does.
 _FLOAT_MAX = float(np.finfo(np.float32).max)

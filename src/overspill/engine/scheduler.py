@@ -7,6 +7,7 @@ then it decodes one token a wave. The rules:
 - A wave has at most ceil(n_wave / n_ubatch) ubatches: what its buffers were reserved for.
 - A prompt is always cut at multiples of `n_ubatch` from its own start and shares a ubatch with nobody, so its cells do
   not depend on its neighbours.
+- A prompt enters the slot that has most of it, if that is worth it, so that other conversations keep theirs.
 - Every decoding sequence gets one row a wave, in ubatches of their own. Where they and the next ubatch of a prompt
   exceed `n_wave`, decoding and prompts take turns, so neither starves.
 - `next_wave` may be called again without a `commit` between: only `commit` moves a sequence on.
@@ -21,12 +22,14 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from itertools import islice
+from itertools import accumulate, islice
 
 from overspill.cache.states import SlotStates
 from overspill.engine.request import DoneReason, Request
 from overspill.errors import UserError
 from overspill.pipeline.wave import Segment, Ubatch, Wave
+
+_LEAST_ALIKE = 0.1  # llama-server's --slot-prompt-similarity
 
 
 class PrefixReuse(Enum):
@@ -192,10 +195,11 @@ class Scheduler:
             if slot.sequence is None:
                 slot.keep(0)
 
-    def next_wave(self) -> Wave | None:
+    def next_wave(self, n_beside: int | None = None) -> Wave | None:
         """The next tokens to compute, at most `n_wave`; None if there is nothing to do.
 
-        Wanted rows are the last of each prompt (none where max_tokens is 0) and every decoding row.
+        n_beside: most tokens of prompts in a wave that others decode in, beyond the first ubatch. Wanted rows are the
+        last of each prompt (none where max_tokens is 0) and every decoding row.
         """
         self._admit()
         decoding = [s for s in self._active if s.is_decoding]
@@ -203,8 +207,10 @@ class Scheduler:
         if decoding and prompts and not self._fit_together(decoding, prompts[0]):
             decoding, prompts = ([], prompts) if self._is_prompt_turn else (decoding, [])
         last = tuple(self._decode_ubatches(decoding))
-        first = self._prompt_ubatches(prompts, self._n_wave - len(decoding))
-        ubatches = (*islice(first, self._n_ubatches - len(last)), *last)
+        first = list(islice(self._prompt_ubatches(prompts, self._n_wave - len(decoding)), self._n_ubatches - len(last)))
+        if decoding and n_beside is not None:
+            first = first[: max(1, _n_within(first, n_beside))]
+        ubatches = (*first, *last)
         if self._n_states:
             ubatches = tuple(self._with_states(ubatches))
         return Wave(ubatches) if ubatches else None
@@ -249,17 +255,31 @@ class Scheduler:
     # --- slots
 
     def _admit(self) -> None:
-        """Waiting requests enter free slots: the one that saves most work, the least recently used on ties."""
-        while self._waiting and (free := [i for i, slot in enumerate(self._slots) if slot.sequence is None]):
-            sequence = self._waiting.popleft()
-            n_reusable = {i: self._n_reusable(self._slots[i], sequence) for i in free}
-            sequence.slot = min(free, key=lambda i: (-n_reusable[i], self._slots[i].last_used))
-            sequence.n_done = sequence.n_reused = n_reusable[sequence.slot]
-            self._slots[sequence.slot].keep(sequence.n_done)
-            self._slots[sequence.slot].sequence = sequence
-            self._active.append(sequence)
+        """Waiting requests enter free slots, first come, first served; one that wants a certain slot waits for it."""
+        for sequence in list(self._waiting):
+            free = [i for i, slot in enumerate(self._slots) if slot.sequence is None]
+            if not free:
+                return
+            wanted = sequence.request.slot
+            if wanted is not None:
+                free = [i for i in free if i == wanted % len(self._slots)]
+            if free:
+                self._waiting.remove(sequence)
+                self._enter(sequence, free)
+
+    def _enter(self, sequence: Sequence, free: list[int]) -> None:
+        """Take the slot that saves most work, if that is a tenth of it; otherwise the least recently used one."""
+        n_reusable = {i: self._n_reusable(self._slots[i], sequence) for i in free}
+        is_worth_it = max(n_reusable.values()) > _LEAST_ALIKE * sequence.n_prompt
+        sequence.slot = min(free, key=lambda i: (-n_reusable[i] * is_worth_it, self._slots[i].last_used))
+        sequence.n_done = sequence.n_reused = n_reusable[sequence.slot]
+        self._slots[sequence.slot].keep(sequence.n_done)
+        self._slots[sequence.slot].sequence = sequence
+        self._active.append(sequence)
 
     def _n_reusable(self, slot: _Slot, sequence: Sequence) -> int:
+        if not sequence.request.reuses_cells:
+            return 0
         n_common = min(_n_common_prefix(slot.cells, sequence.ids), sequence.n_prompt - 1)
         n_reusable = self._rounded(n_common)
         return n_reusable if slot.states is None else slot.states.latest(n_reusable)
@@ -339,6 +359,11 @@ def output_slots(wave: Wave) -> list[int]:
         row_slots = [segment.slot for segment in ubatch.segments for _ in range(segment.n_tokens)]
         slots += [row_slots[row] for row in ubatch.output_rows]
     return slots
+
+
+def _n_within(ubatches: Iterable[Ubatch], n_tokens: int) -> int:
+    """How many of the first ubatches have at most so many tokens together."""
+    return sum(total <= n_tokens for total in accumulate(ubatch.n_tokens for ubatch in ubatches))
 
 
 def _prompt_ubatch(sequence: Sequence, pos: int, n_tokens: int) -> Ubatch:

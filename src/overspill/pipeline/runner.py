@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -86,15 +86,18 @@ class Runner:
         self._steps = steps
         self._is_interrupted = False
 
-    def run(self, wave: Wave, schedule: WaveSchedule) -> list[torch.Tensor]:
+    def run(
+        self, wave: Wave, schedule: WaveSchedule, gives_up: Callable[[], None] = lambda: None
+    ) -> list[torch.Tensor]:
         """Compute a wave. Returns, per ubatch, float32 logits `[n output rows, V]` on the host.
 
+        gives_up: called before each split is issued; what it raises ends the wave, whose cells are then void.
         Blocks until the wanted logits are there; a wave that wants none returns while it is still being computed.
         """
         if self._is_interrupted:
             self._forget_wave_host()
         self._is_interrupted = True
-        results = self._run(wave, schedule)
+        results = self._run(wave, schedule, gives_up)
         self._is_interrupted = False
         return results
 
@@ -108,7 +111,7 @@ class Runner:
         self._downloads.clear()
         self._ids_asked.clear()
 
-    def _run(self, wave: Wave, schedule: WaveSchedule) -> list[torch.Tensor]:
+    def _run(self, wave: Wave, schedule: WaveSchedule, gives_up: Callable[[], None]) -> list[torch.Tensor]:
         started = time.perf_counter()
         ubatches = wave.ubatches
         assert len(ubatches) <= self._memory.sizes.n_ubatches
@@ -125,6 +128,8 @@ class Runner:
         self._write_inputs_host(ubatches)
         n_chunks, n_tiles = map(self._work.n_chunks, ubatches), map(self._work.n_tiles, ubatches)
         for action in actions(self._layout, schedule, list(n_chunks), list(n_tiles)):
+            if action.verb in _ITEMS:
+                gives_up()
             self._issue(action, schedule, ubatches, results)
         while self._downloads:
             self._read_logits_host(results)

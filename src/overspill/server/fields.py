@@ -108,6 +108,8 @@ class SamplingFields(Body):
     samplers: list[str] | str | None = None
     seed: Whole = -1
     logit_bias: list[Any] | dict[str, Any] = []
+    cache_prompt: Flag = True
+    id_slot: Whole = Field(-1, ge=-1)
     return_progress: Flag = False
     return_tokens: Flag = False
     post_sampling_probs: Flag = False

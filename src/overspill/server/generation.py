@@ -31,7 +31,7 @@ StartConstraint = Callable[[], Constraint]
 class Job:
     """What to generate: n answers to each prompt. shown_ids: control tokens that are part of the text.
 
-    start_constraint: makes what each answer is held to.
+    start_constraint: makes what each answer is held to. slot, reuses_cells: see the engine's `Request`.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -41,6 +41,8 @@ class Job:
     has_logprobs: bool = False
     shown_ids: frozenset[int] = frozenset()
     start_constraint: StartConstraint | None = None
+    slot: int | None = None
+    reuses_cells: bool = True
 
 
 class Progress(NamedTuple):
@@ -120,7 +122,8 @@ class Generation:
 
     def _submit(self, answer: Answer, job: Job) -> None:
         constraint = None if job.start_constraint is None else job.start_constraint()
-        request = self._llm.request(answer.prompt_ids, _params(job, answer.index), constraint)
+        params = _params(job, answer.index)
+        request = self._llm.request(answer.prompt_ids, params, constraint, slot=job.slot, reuses_cells=job.reuses_cells)
         stream = self._llm.submit(request)
         self._ids.append(request.id)
         threading.Thread(target=self._carry, args=(answer, stream), name="overspill-answer", daemon=True).start()

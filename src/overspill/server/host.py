@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from functools import cached_property
 
-from overspill.engine.engine import Engine
 from overspill.engine.request import DoneEvent
 from overspill.llm import LLM, Progress
 from overspill.server.dialect import Dialect
@@ -62,11 +61,6 @@ class Host:
     def grammars(self) -> Grammars:
         """What compiles grammars for the model's vocabulary."""
         return Grammars(self.llm.tokenizer)
-
-    @property
-    def engine(self) -> Engine:
-        """For status pages; requests go through `llm`."""
-        return self.llm._engine
 
     @property
     def trouble(self) -> str | None:

@@ -57,4 +57,6 @@ def _job(host: Host, body: SamplingFields, prompts: list[list[int]], n_probs: in
         stop=tuple(word for word in body.stop if word),
         n=body.n,
         has_logprobs=n_probs is not None,
+        slot=None if body.id_slot < 0 else body.id_slot,
+        reuses_cells=body.cache_prompt,
     )

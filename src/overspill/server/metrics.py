@@ -69,16 +69,20 @@ class Metrics:
         yield _counter("overspill:requests_failed", "Requests that the device could not finish", counts.n_errors)
 
     def _engine(self) -> Families:
-        engine = self._host.engine
-        n_busy = sum(slot.request_id is not None for slot in engine.slots)
+        status = self._host.llm.status
+        n_busy = sum(slot.request_id is not None for slot in status.slots)
         yield _gauge("llamacpp:requests_processing", "Requests in slots", n_busy)
-        yield _gauge("llamacpp:requests_deferred", "Requests that wait for a slot", engine.n_waiting)
+        yield _gauge("llamacpp:requests_deferred", "Requests that wait for a slot", status.n_waiting)
+        mean_busy = _rate(status.n_in_waves, status.n_waves)
+        yield _gauge("llamacpp:n_busy_slots_per_decode", "Sequences in a wave, on average", mean_busy)
 
     def _devices(self) -> Families:
         c = self._counters
         if not c:
             return
         yield _counter("llamacpp:n_decode", "Waves computed", c["waves"])
+        yield _gauge("overspill:pinned_bytes", "Bytes of experts in pinned host RAM", c["pinned_bytes"])
+        yield _gauge("overspill:pageable_bytes", "Bytes of experts in pageable host RAM", c["pageable_bytes"])
         yield _counter("overspill:uploaded_bytes", "Bytes uploaded from host RAM", c["uploaded_bytes"])
         yield _counter("overspill:handed_off_bytes", "Bytes from device to device", c["handed_off_bytes"])
         yield _counter("overspill:ubatches", "Micro-batches computed", c["ubatches"])
@@ -114,5 +118,5 @@ def _per_device(name: str, text: str, values: dict[str, float]) -> Metric:
     return family
 
 
-def _rate(n: int, seconds: float) -> float:
+def _rate(n: float, seconds: float) -> float:
     return n / seconds if seconds > 0 else 0.0

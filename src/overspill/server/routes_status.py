@@ -87,7 +87,7 @@ async def props(host: HostOf, settings: SettingsOf) -> Response:
 @router.get("/slots")
 async def slots(host: HostOf, fail_on_no_slot: bool = False) -> Response:
     """What each slot is doing."""
-    states, n_ctx = host.engine.slots, host.llm.sizes.n_cells
+    states, n_ctx = host.llm.status.slots, host.llm.sizes.n_cells
     if fail_on_no_slot and all(state.request_id is not None for state in states):
         raise ApiError(503, "no slot available")
     return Json([_slot(state, n_ctx) for state in states])
