@@ -1,7 +1,7 @@
 """The compiled parts of `experts`: grouping, gate and up, down.
 
 First the (token, expert) pairs are grouped by expert. Then threads take tasks: (expert, some rows of gate and up),
-which leave the gated activations of every pair in a buffer; and after that (some rows of down), which go through
+which leave the gated activations of every pair in a buffer (as digits too, where down wants them); and after that (some rows of down), which go through
 the experts in ascending order and add to the output. So every output number is made by one thread, in an order
 that depends neither on the threads nor on which other experts are there: a layer may be cut into slabs of
 ascending experts, run one after the other, and gives the same bits.
@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from overspill.kernels.numba.digits import digitise
 from overspill.kernels.numba.jit import inner
 from overspill.kernels.numba.matmul import rows_per_task
 from overspill.kernels.numba.memory import load_f32, load_i32, load_i64, next_number, reader, store_f32, store_i64
@@ -32,6 +33,8 @@ class Call(NamedTuple):
     Groups of pairs with the same expert, ascending: first[g] is the first pair of group g, slots[g] the slot,
     members[g] the expert; ends[e] is where the next pair of expert e goes. Of every pair, in that order: the rows
     of input, hidden activations and output, the weight, and the limit (float32). limit: one float32, in the low half.
+    x_digits: of all tokens, by pair; hidden_digits: of all pairs; 0 where no matrix takes digits. gate_inputs,
+    up_inputs, down_inputs: the rows that each takes.
     """
 
     i_task_hidden: int
@@ -51,6 +54,7 @@ class Call(NamedTuple):
     slot_of: int
     x: int
     x_stride: int
+    x_elements: int
     out: int
     out_stride: int
     hidden: int
@@ -75,6 +79,15 @@ class Call(NamedTuple):
     pair_weights: int
     pair_limits: int
     limit: int
+    x_digits: int
+    x_digits_stride: int
+    hidden_digits: int
+    hidden_digits_stride: int
+    pair_x_digits: int
+    pair_hidden_digits: int
+    gate_inputs: int
+    up_inputs: int
+    down_inputs: int
     scratch: int
 
 
@@ -93,6 +106,7 @@ def group_address() -> int:
         """Counting sort of the pairs by expert; within one, tokens ascend."""
         _ = digest
         c = _read_call(call)
+        store_i64(c.first, 0, 0)
         for e in range(c.n_experts):
             store_i64(c.ends, e, 0)
         for pair in range(c.n_tokens * c.n_used):
@@ -147,6 +161,8 @@ def _place_pair(pair, i, c, limit):
     token = pair // c.n_used
     hidden = c.hidden + i * c.hidden_stride
     store_i64(c.pair_inputs, i, c.x + token * c.x_stride)
+    store_i64(c.pair_x_digits, i, c.x_digits + token * c.x_digits_stride)
+    store_i64(c.pair_hidden_digits, i, c.hidden_digits + i * c.hidden_digits_stride)
     store_i64(c.pair_hidden, i, hidden)
     store_i64(c.pair_outputs, i, c.out + token * c.out_stride)
     store_f32(c.pair_weights, i, load_f32(c.weights, pair))
@@ -159,6 +175,32 @@ def _place_pair(pair, i, c, limit):
 def _of_expert(address, index, n):
     """Address of entry or row `index` of float32 arrays, 0 if there are none."""
     return address + 4 * index * n if address != 0 else 0
+
+
+@cache
+def digitise_x_address() -> int:
+    digest = SOURCE_DIGEST
+
+    def digitise_tokens(call, i_thread):
+        _ = digest
+        c = _read_call(call)
+        for i in range(i_thread, c.n_tokens, c.n_threads):
+            digitise(c.x + i * c.x_stride, c.x_elements, c.x_digits + i * c.x_digits_stride)
+
+    return c_function(digitise_tokens, 2)
+
+
+@cache
+def digitise_hidden_address() -> int:
+    digest = SOURCE_DIGEST
+
+    def digitise_pairs(call, i_thread):
+        _ = digest
+        c = _read_call(call)
+        for i in range(i_thread, load_i64(c.first, c.n_groups), c.n_threads):
+            digitise(load_i64(c.pair_hidden, i), c.hidden_stride // 4, load_i64(c.pair_hidden_digits, i))
+
+    return c_function(digitise_pairs, 2)
 
 
 @cache
@@ -180,13 +222,13 @@ def hidden_address() -> int:
             group, row = task // n_parts, task % n_parts * n_per_task
             n_rows = min(n_per_task, c.n_hidden - row)
             first, i_row = load_i64(c.first, group), load_i64(c.slots, group) * c.n_hidden
-            n, inputs = load_i64(c.first, group + 1) - first, c.pair_inputs + 8 * first
-            hidden = c.pair_hidden + 8 * first
+            n, hidden = load_i64(c.first, group + 1) - first, c.pair_hidden + 8 * first
             up_row, e = up.address + (i_row + row) * up.row_bytes, load_i64(c.members, group)
-            tokens = (n, inputs, hidden, c.pair_limits + 4 * first)
+            tokens = (n, c.gate_inputs + 8 * first, hidden, c.pair_limits + 4 * first)
             part = (c.gate, i_row * gate.row_bytes, row, n_rows, up_row)
             adjust = (_of_expert(c.gate_scales, e, 1), _of_expert(c.gate_biases, e, c.n_hidden))
             _call_multiply(c.multiply, (*part, *adjust, *tokens, STORE, scratch))
+            tokens = (n, c.up_inputs + 8 * first, hidden, c.pair_limits + 4 * first)
             part = (c.up, i_row * up.row_bytes, row, n_rows, 0)
             adjust = (_of_expert(c.up_scales, e, 1), _of_expert(c.up_biases, e, c.n_hidden))
             _call_multiply(c.multiply, (*part, *adjust, *tokens, c.then, scratch))
@@ -218,7 +260,7 @@ def down_address() -> int:
                     next_read = down.address + (load_i64(c.slots, group + 1) * c.n_model + row) * down.row_bytes
                 part, e = (c.down, i_row * down.row_bytes, row, n_rows, next_read), load_i64(c.members, group)
                 adjust = (_of_expert(c.down_scales, e, 1), _of_expert(c.down_biases, e, c.n_model))
-                tokens = (n, c.pair_hidden + 8 * first, c.pair_outputs + 8 * first, weights)
+                tokens = (n, c.down_inputs + 8 * first, c.pair_outputs + 8 * first, weights)
                 _call_multiply(c.multiply, (*part, *adjust, *tokens, ADD, scratch))
 
     return c_function(down_of_experts, 2)

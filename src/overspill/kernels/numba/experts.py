@@ -11,7 +11,16 @@ import torch
 from numba import get_num_threads
 from torch import Tensor
 
-from overspill.kernels.numba.expert_loops import IS_WRONG, Call, down_address, group_address, hidden_address
+from overspill.kernels.numba.digits import digit_bytes
+from overspill.kernels.numba.expert_loops import (
+    IS_WRONG,
+    Call,
+    digitise_hidden_address,
+    digitise_x_address,
+    down_address,
+    group_address,
+    hidden_address,
+)
 from overspill.kernels.numba.matmul import padded
 from overspill.kernels.numba.native import run
 from overspill.kernels.numba.panel import (
@@ -21,6 +30,7 @@ from overspill.kernels.numba.panel import (
     Rows,
     describe,
     multiply_address,
+    takes_digits,
 )
 from overspill.kernels.numba.target import UNIT_ELEMENTS
 from overspill.kernels.numba.workspace import WORKSPACE
@@ -87,11 +97,19 @@ def _run(
     n_experts = n_slots if slot_of is None else len(slot_of)
     n_threads, n_pairs, hidden_stride = get_num_threads(), n_tokens * n_used, _hidden_stride(stacks[0])
     # The call block: fields, three descriptions, then arrays of int64.
-    call = WORKSPACE.memory("call", 8 * (_N_FIELDS + 3 * _N_ROWS_FIELDS + 4 * n_experts + 1 + 4 * n_pairs))
+    call = WORKSPACE.memory("call", 8 * (_N_FIELDS + 3 * _N_ROWS_FIELDS + 4 * n_experts + 1 + 6 * n_pairs))
     gate = call.address + 8 * _N_FIELDS
     first = gate + 8 * 3 * _N_ROWS_FIELDS
     slots = first + 8 * (n_experts + 1)
     pairs = slots + 8 * 3 * n_experts
+    gate_digits, up_digits, down_digits = (takes_digits(stack.type) for stack in stacks)
+    x_digits = hidden_digits = 0
+    x_digits_stride, hidden_digits_stride = digit_bytes(x.shape[1]), digit_bytes(hidden_stride // 4)
+    if gate_digits or up_digits:
+        x_digits = WORKSPACE.memory("digits", n_tokens * x_digits_stride).address
+    if down_digits:
+        hidden_digits = WORKSPACE.memory("hidden digits", n_pairs * hidden_digits_stride).address
+    pair_x_digits, pair_hidden_digits = pairs + 8 * 4 * n_pairs, pairs + 8 * 5 * n_pairs
     fields = Call(
         i_task_hidden=0,
         i_task_down=0,
@@ -110,6 +128,7 @@ def _run(
         slot_of=0 if slot_of is None else slot_of.__array_interface__["data"][0],
         x=x.data_ptr(),
         x_stride=4 * x.stride(0),
+        x_elements=x.shape[1],
         out=out.data_ptr(),
         out_stride=4 * out.stride(0),
         hidden=WORKSPACE.memory("hidden", n_pairs * hidden_stride).address,
@@ -134,10 +153,22 @@ def _run(
         pair_weights=pairs + 8 * 3 * n_pairs,
         pair_limits=pairs + 8 * 3 * n_pairs + 4 * n_pairs,
         limit=int(np.float32(limit).view(np.int32)),
+        x_digits=x_digits,
+        x_digits_stride=x_digits_stride,
+        hidden_digits=hidden_digits,
+        hidden_digits_stride=hidden_digits_stride,
+        pair_x_digits=pair_x_digits,
+        pair_hidden_digits=pair_hidden_digits,
+        gate_inputs=pair_x_digits if gate_digits else pairs,
+        up_inputs=pair_x_digits if up_digits else pairs,
+        down_inputs=pair_hidden_digits if down_digits else pairs + 8 * n_pairs,
         scratch=WORKSPACE.memory("scratch", n_threads * SCRATCH_BYTES).address,
     )
     call.write(fields + describe(stacks[0]) + describe(stacks[1]) + describe(stacks[2]))
-    run(group_address(), hidden_address(), down_address(), call.address, n_threads)
+    digitise_x = digitise_x_address() if x_digits else 0
+    digitise_hidden = digitise_hidden_address() if hidden_digits else 0
+    steps = (group_address(), digitise_x, hidden_address(), digitise_hidden, down_address())
+    run(steps, call.address, n_threads)
     if call.read(IS_WRONG):
         raise IndexError(f"expert ids must be 0 to {n_experts - 1} and slots at most {n_slots - 1}")
 

@@ -11,6 +11,7 @@ import torch
 from numba import get_num_threads
 from torch import Tensor
 
+from overspill.kernels.numba.digits import digit_bytes, digitise
 from overspill.kernels.numba.jit import inner
 from overspill.kernels.numba.memory import next_number, reader, store_f32, store_i64
 from overspill.kernels.numba.native import c_function, caller, run
@@ -23,8 +24,9 @@ from overspill.kernels.numba.panel import (
     Rows,
     describe,
     multiply_address,
+    takes_digits,
 )
-from overspill.kernels.numba.target import SOURCE_DIGEST, TILE_ROWS, UNIT_ELEMENTS
+from overspill.kernels.numba.target import SOURCE_DIGEST, TASK_ROWS, UNIT_ELEMENTS
 from overspill.kernels.numba.workspace import WORKSPACE
 from overspill.quant.qtensor import QTensor
 
@@ -32,12 +34,16 @@ from overspill.quant.qtensor import QTensor
 _TASKS_PER_THREAD = 4
 # Bytes of weights times tokens that are worth waking another thread for.
 _BYTES_PER_THREAD = 1 << 16
+# Activations that one thread makes digits of before another would be awake.
+_FEW_ACTIVATIONS = 1 << 14
 
 
 class _Call(NamedTuple):
     """What the threads read: counts, addresses, strides in bytes. inputs: an int64 array to be filled.
 
     then: what to do with products. weights: a float32 array to be filled with ones. products: the first `_Product`.
+    digits: rows of activations as digits, `digit_inputs` an int64 array to be filled with their addresses;
+    n_digitised: how many tokens `prepare` makes digits of; the threads do the others.
     """
 
     counter: int
@@ -49,17 +55,26 @@ class _Call(NamedTuple):
     x: int
     x_stride: int
     inputs: int
+    n_elements: int
+    digits: int
+    digits_stride: int
+    digit_inputs: int
+    n_digitised: int
     scratch: int
     n_products: int
     products: int
 
 
 class _Product(NamedTuple):
-    """One matrix of a call; its description, `panel.Rows`, follows. outputs: an int64 array to be filled."""
+    """One matrix of a call; its description, `panel.Rows`, follows. outputs: an int64 array to be filled.
+
+    inputs: the array of the call that it takes.
+    """
 
     n_rows: int
     out: int
     out_stride: int
+    inputs: int
     outputs: int
 
 
@@ -112,10 +127,13 @@ def _multiply(x: Tensor, weights: Sequence[QTensor], outs: Sequence[Tensor], the
     n_bytes = sum(w.shape[0] * rows.row_bytes for w, rows in zip(weights, all_rows, strict=True))
     n_threads = max(1, min(get_num_threads(), n_tokens * n_bytes // _BYTES_PER_THREAD))
     # The call block: fields, products with their descriptions, then arrays with an entry per token.
-    n_arrays = len(weights) + 2  # inputs, outputs, ones
+    n_arrays = len(weights) + 3  # inputs, digit inputs, outputs, ones
     call = WORKSPACE.memory("call", 8 * (_N_CALL + n_arrays * n_tokens) + len(weights) * _PRODUCT_BYTES)
     products = call.address + 8 * _N_CALL
     inputs = products + len(weights) * _PRODUCT_BYTES
+    digit_inputs, digits_stride = inputs + 8 * n_tokens, digit_bytes(x.shape[1])
+    any_digits = any(takes_digits(w.type) for w in weights)
+    has_few = n_threads == 1 or x.numel() <= _FEW_ACTIVATIONS
     numbers: tuple[int, ...] = _Call(
         counter=0,
         multiply=multiply_address(),
@@ -126,15 +144,21 @@ def _multiply(x: Tensor, weights: Sequence[QTensor], outs: Sequence[Tensor], the
         x=x.data_ptr(),
         x_stride=4 * x.stride(0),
         inputs=inputs,
+        n_elements=x.shape[1],
+        digits=WORKSPACE.memory("digits", n_tokens * digits_stride).address if any_digits else 0,
+        digits_stride=digits_stride,
+        digit_inputs=digit_inputs,
+        n_digitised=n_tokens if any_digits and has_few else 0,
         scratch=WORKSPACE.memory("scratch", n_threads * SCRATCH_BYTES).address,
         n_products=len(weights),
         products=products,
     )
-    for i, (rows, out) in enumerate(zip(all_rows, outs, strict=True)):
-        outputs = inputs + 8 * (i + 1) * n_tokens
-        numbers += _Product(out.shape[1], out.data_ptr(), 4 * out.stride(0), outputs) + rows
+    for i, (w, rows, out) in enumerate(zip(weights, all_rows, outs, strict=True)):
+        outputs, taken = inputs + 8 * (i + 2) * n_tokens, digit_inputs if takes_digits(w.type) else inputs
+        numbers += _Product(out.shape[1], out.data_ptr(), 4 * out.stride(0), taken, outputs) + rows
     call.write(numbers)
-    run(_prepare_address(), _work_address(), 0, call.address, n_threads)
+    digitise_all = _digitise_address() if any_digits and not has_few else 0
+    run((_prepare_address(), digitise_all, _work_address(), 0, 0), call.address, n_threads)
 
 
 def padded(x: Tensor) -> Tensor:
@@ -148,9 +172,9 @@ def padded(x: Tensor) -> Tensor:
 @inner
 def rows_per_task(n_rows, n_groups, n_threads):
     """How many rows of each of `n_groups` matrices make a task: whole tiles, a few tasks for every thread."""
-    n_tiles = (n_rows + TILE_ROWS - 1) // TILE_ROWS
+    n_tiles = (n_rows + TASK_ROWS - 1) // TASK_ROWS
     n_tasks = (_TASKS_PER_THREAD * n_threads + n_groups - 1) // n_groups
-    return (n_tiles + n_tasks - 1) // n_tasks * TILE_ROWS
+    return (n_tiles + n_tasks - 1) // n_tasks * TASK_ROWS
 
 
 @cache
@@ -162,13 +186,29 @@ def _prepare_address() -> int:
         c = _read_call(call)
         for i in range(c.n_tokens):
             store_i64(c.inputs, i, c.x + i * c.x_stride)
+            store_i64(c.digit_inputs, i, c.digits + i * c.digits_stride)
             store_f32(c.weights, i, np.float32(1))
+        for i in range(c.n_digitised):
+            digitise(c.x + i * c.x_stride, c.n_elements, c.digits + i * c.digits_stride)
         for i_product in range(c.n_products):
             p = _read_product(c.products + i_product * _PRODUCT_BYTES)
             for i in range(c.n_tokens):
                 store_i64(p.outputs, i, p.out + i * p.out_stride)
 
     return c_function(prepare_matmul, 2)
+
+
+@cache
+def _digitise_address() -> int:
+    digest = SOURCE_DIGEST
+
+    def digitise_tokens(call, i_thread):
+        _ = digest
+        c = _read_call(call)
+        for i in range(i_thread, c.n_tokens, c.n_threads):
+            digitise(c.x + i * c.x_stride, c.n_elements, c.digits + i * c.digits_stride)
+
+    return c_function(digitise_tokens, 2)
 
 
 @cache
@@ -199,7 +239,7 @@ def _work_address() -> int:
             row, first = i // n_blocks * n_per_task, i % n_blocks * BLOCK_TOKENS
             n_rows, n_tokens = min(n_per_task, p.n_rows - row), min(BLOCK_TOKENS, c.n_tokens - first)
             part = (product + 8 * _N_PRODUCT, 0, row, n_rows, 0, 0, 0)
-            tokens = (n_tokens, c.inputs + 8 * first, p.outputs + 8 * first, c.weights + 4 * first)
+            tokens = (n_tokens, p.inputs + 8 * first, p.outputs + 8 * first, c.weights + 4 * first)
             _call_multiply(c.multiply, (*part, *tokens, c.then, scratch))
             task = next_number(call)
 

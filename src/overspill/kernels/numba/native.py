@@ -75,28 +75,35 @@ def caller(n_arguments: int) -> Any:
 _call_task = caller(2)
 
 
-def _run(prepare, first, second, call, n_threads):
+def _run(prepare, first, second, third, fourth, call, n_threads):
     if prepare != 0:
         _call_task(prepare, (call, 0))
-    for i in prange(n_threads):
-        _call_task(first, (call, i))
+    if first != 0:
+        for i in prange(n_threads):
+            _call_task(first, (call, i))
     if second != 0:
         for i in prange(n_threads):
             _call_task(second, (call, i))
+    if third != 0:
+        for i in prange(n_threads):
+            _call_task(third, (call, i))
+    if fourth != 0:
+        for i in prange(n_threads):
+            _call_task(fourth, (call, i))
 
 
-# Without "fusion": False Numba, which sees no data pass between the two loops, would make them one.
+# Without "fusion": False Numba, which sees no data pass between the loops, would make them one.
 _run_threads = cached(njit, _run, parallel={"fusion": False}, nogil=True, error_model="numpy")
 
 
-def run(prepare: int, first: int, second: int, call: int, n_threads: int) -> None:
-    """Call the C functions at three addresses with (call, i): `prepare` once, the others once for every thread.
+def run(addresses: tuple[int, int, int, int, int], call: int, n_threads: int) -> None:
+    """Call the C functions at five addresses with (call, i): the first once, the others once for every thread.
 
     Each starts when all calls before it are done; address 0 is left out. One thread is the calling one.
     """
     if n_threads > 1:
-        _run_threads(prepare, first, second, call, n_threads)
+        _run_threads(*addresses, call, n_threads)
         return
-    for address in (prepare, first, second):
+    for address in addresses:
         if address:
             _task(address)(call, 0)

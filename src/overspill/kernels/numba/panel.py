@@ -2,7 +2,8 @@
 
 `multiply` does a run of rows for a list of tokens on one thread. Few tokens go through `dot`, which decodes every
 block in registers; for more, tiles of rows are decoded once per block of tokens. Both give the same bits, so the
-choice is one of speed only. Everything is addressed by int64 numbers; nothing here knows a tensor type.
+choice is one of speed only. Weights that are bytes with a step meet activations as digits where the CPU multiplies
+bytes (`digit_leaf`), for any number of tokens. Everything is addressed by int64 numbers; nothing here knows a tensor type.
 """
 
 from __future__ import annotations
@@ -14,8 +15,18 @@ import numpy as np
 
 from overspill.gguf.types import TensorType
 from overspill.kernels.numba.decode import DECODERS
+from overspill.kernels.numba.digit_leaf import (
+    N_DIGIT_TILE_ARGS,
+    N_UNPACK_ARGS,
+    PIECE_ELEMENTS,
+    digit_tile_address,
+    group_bytes,
+    unpack_address,
+)
+from overspill.kernels.numba.digits import GROUP_BYTES, GROUP_ELEMENTS
 from overspill.kernels.numba.finish import add_products, gate_silu, gate_swiglu_oai, store_products
 from overspill.kernels.numba.jit import inner
+from overspill.kernels.numba.lanes import N_LANES
 from overspill.kernels.numba.leaf import (
     N_DECODE_ARGS,
     N_DOT_ARGS,
@@ -27,8 +38,10 @@ from overspill.kernels.numba.leaf import (
 from overspill.kernels.numba.memory import load_f32, load_i64, reader, store_f32, store_i64
 from overspill.kernels.numba.native import c_function, caller
 from overspill.kernels.numba.target import (
+    DIGIT_TOKENS,
     DOT_ROWS,
     DOT_TOKENS,
+    HAS_BYTE_PRODUCTS,
     LANES,
     MAX_DOT_TOKENS,
     SOURCE_DIGEST,
@@ -36,19 +49,20 @@ from overspill.kernels.numba.target import (
     TILE_TOKENS,
     UNIT_ELEMENTS,
 )
+from overspill.kernels.numba.unpack import UNPACKERS
 from overspill.quant.qtensor import QTensor
 
 # What to do with a product v: `out = v`, `out += weight * v`, or an activation of `out` (the gate) and v (up).
 STORE, ADD, SILU, SWIGLU_OAI = 0, 1, 2, 3
 
 # A piece of a decoded tile must fit in the first-level cache next to the activations it meets.
-PIECE_ELEMENTS = 2048
+_PIECE_ELEMENTS = 2048
 # How far ahead of its use a weight is asked for: enough for the memory's latency, little in the first-level cache.
 AHEAD_BYTES = 8192
 # Tokens that share one decoded tile; their sums wait in the scratch between two pieces.
 BLOCK_TOKENS = 96
 
-_SUMS = PIECE_ELEMENTS * TILE_ROWS * 4
+_SUMS = _PIECE_ELEMENTS * TILE_ROWS * 4
 _POINTERS = _SUMS + BLOCK_TOKENS * TILE_ROWS * LANES * 4
 _PRODUCTS = _POINTERS + 64
 _EDGE = _PRODUCTS + 8 * TILE_ROWS * 4
@@ -60,7 +74,8 @@ class Rows(NamedTuple):
     """One stored matrix (of a stack, the first) and the inner loops of its type. Addresses and sizes in bytes.
 
     n_units: whole decoder units in a row, of `unit_elements` values; `tail_bytes` of plain floats may follow.
-    dot1 to dot8, decode, tile1 to tile3: addresses of C functions, see `leaf`.
+    dot1 to dot8, decode, tile1 to tile3: addresses of C functions, see `leaf`. unpack, digit_tile1 to digit_tile8:
+    see `digit_leaf`; unpacked_bytes: of a group. Those of the way that is not taken are 0.
     """
 
     address: int
@@ -76,6 +91,12 @@ class Rows(NamedTuple):
     tile1: int
     tile2: int
     tile3: int
+    unpack: int
+    unpacked_bytes: int
+    digit_tile1: int
+    digit_tile2: int
+    digit_tile4: int
+    digit_tile8: int
 
 
 class Part(NamedTuple):
@@ -97,7 +118,8 @@ class Part(NamedTuple):
 class Tokens(NamedTuple):
     """Addresses of arrays with one entry per token: input rows, output rows (int64), weights (float32).
 
-    The weights are limits where the products are gated by SILU.
+    Input rows are float32, or digits for a matrix that `takes_digits`. The weights are limits where the products are
+    gated by SILU.
     """
 
     n: int
@@ -111,6 +133,8 @@ _read_rows = reader(Rows)
 _call_dot = caller(N_DOT_ARGS)
 _call_decode = caller(N_DECODE_ARGS)
 _call_tile = caller(N_TILE_ARGS)
+_call_unpack = caller(N_UNPACK_ARGS)
+_call_digit_tile = caller(N_DIGIT_TILE_ARGS)
 
 
 def describe(weight: QTensor) -> Rows:
@@ -118,15 +142,24 @@ def describe(weight: QTensor) -> Rows:
     return Rows(weight.data.data_ptr(), *_describe_row(weight.type, weight.shape[-1]))
 
 
+def takes_digits(type: TensorType) -> bool:
+    """Whether products with weights of this type want their inputs as digits."""
+    return HAS_BYTE_PRODUCTS and type in UNPACKERS
+
+
 @cache
 def _describe_row(type: TensorType, n_elements: int) -> tuple[int, ...]:
     decoder = DECODERS[type]
     n_units, n_left = divmod(n_elements, decoder.n_elements)
     tail_bytes = n_left * decoder.n_bytes // decoder.n_elements
+    row = (type.row_bytes(n_elements), n_units, decoder.n_elements, tail_bytes)
+    if takes_digits(type):
+        n_steps = UNPACKERS[type].n_steps
+        tiles = (digit_tile_address(n, n_steps) for n in DIGIT_TOKENS)
+        return (*row, *(0,) * (len(DOT_TOKENS) + 1 + TILE_TOKENS), unpack_address(type), group_bytes(n_steps), *tiles)
     dots = (dot_address(type, n) for n in DOT_TOKENS)
     tiles = (tile_address(n) for n in range(1, TILE_TOKENS + 1))
-    row_bytes = type.row_bytes(n_elements)
-    return (row_bytes, n_units, decoder.n_elements, tail_bytes, *dots, decode_address(type), *tiles)
+    return (*row, *dots, decode_address(type), *tiles, *(0,) * (2 + len(DIGIT_TOKENS)))
 
 
 @cache
@@ -150,7 +183,9 @@ def multiply_address() -> int:
         for first in range(0, n_tokens, BLOCK_TOKENS):
             n = min(BLOCK_TOKENS, n_tokens - first)
             tokens = Tokens(n, inputs + 8 * first, outputs + 8 * first, weights + 4 * first)
-            if n <= MAX_DOT_TOKENS and matrix.tail_bytes == 0:
+            if matrix.unpack != 0:
+                _by_digits(matrix, part, tokens, then, scratch)
+            elif n <= MAX_DOT_TOKENS and matrix.tail_bytes == 0:
                 _by_dots(matrix, part, tokens, then, scratch)
             else:
                 _by_tiles(matrix, part, tokens, then, scratch)
@@ -190,8 +225,48 @@ def _dot_rows(matrix, part, first_row, tokens, first, kind, then, scratch):
 
 
 @inner
-def _by_tiles(matrix, part, tokens, then, scratch):
+def _by_digits(matrix, part, tokens, then, scratch):
+    """Sixteen rows are unpacked piece by piece; the sums of all tokens wait in the scratch."""
     units_per_piece = PIECE_ELEMENTS // matrix.unit_elements
+    sums = scratch + _SUMS
+    for row in range(0, part.n_rows, N_LANES):
+        n, at = min(N_LANES, part.n_rows - row), part.address + row * matrix.row_bytes
+        for i in range(tokens.n * N_LANES):
+            store_f32(sums, i, np.float32(0))
+        for first_unit in range(0, matrix.n_units, units_per_piece):
+            n_units = min(units_per_piece, matrix.n_units - first_unit)
+            ahead = at + N_LANES * (matrix.row_bytes + first_unit * matrix.row_bytes // matrix.n_units)
+            if ahead >= part.end:
+                ahead = part.next_read + (ahead - part.end) if part.next_read != 0 else at
+            _call_unpack(matrix.unpack, (at, matrix.row_bytes, n, first_unit, n_units, ahead, scratch))
+            first_group = first_unit * matrix.unit_elements // GROUP_ELEMENTS
+            n_groups = n_units * matrix.unit_elements // GROUP_ELEMENTS
+            _multiply_digits(matrix, first_group, n_groups, tokens, scratch)
+        for i in range(tokens.n):
+            for half in range(0, n, TILE_ROWS):
+                products = sums + 4 * (N_LANES * i + half)
+                _finish(part, row + half, min(TILE_ROWS, n - half), tokens, i, products, then, scratch)
+
+
+@inner
+def _multiply_digits(matrix, first_group, n_groups, tokens, scratch):
+    """Add the products of an unpacked piece to the sums of all tokens."""
+    pointers, first = scratch + _POINTERS, 0
+    while first < tokens.n:
+        n_left = tokens.n - first
+        kind = 3 if n_left >= 8 else 2 if n_left >= 4 else 1 if n_left >= 2 else 0
+        n_tokens = DIGIT_TOKENS[kind]
+        for i in range(n_tokens):
+            store_i64(pointers, i, load_i64(tokens.inputs, first + i))
+        tile = (matrix.digit_tile1, matrix.digit_tile2, matrix.digit_tile4, matrix.digit_tile8)[kind]
+        sums = scratch + _SUMS + 4 * N_LANES * first
+        _call_digit_tile(tile, (scratch, n_groups, pointers, first_group * GROUP_BYTES, sums))
+        first += n_tokens
+
+
+@inner
+def _by_tiles(matrix, part, tokens, then, scratch):
+    units_per_piece = _PIECE_ELEMENTS // matrix.unit_elements
     n_pieces = max((matrix.n_units + units_per_piece - 1) // units_per_piece, 1)
     for row in range(0, part.n_rows, TILE_ROWS):
         n = min(TILE_ROWS, part.n_rows - row)

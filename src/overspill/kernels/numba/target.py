@@ -32,6 +32,8 @@ def _source_digest() -> int:
 FEATURES = _features()
 HAS_AVX512 = "avx512f" in FEATURES
 HAS_AVX2 = "avx2" in FEATURES
+# Products of bytes, four to a lane and instruction (VNNI): types of weights that are bytes with a step go this way.
+HAS_BYTE_PRODUCTS = {"avx512vnni", "avx512bw", "avx512vl"} <= FEATURES
 # float32 lanes of a vector: one AVX-512 register, one AVX2 register, two NEON or SSE registers.
 LANES = 16 if HAS_AVX512 else 8
 # Register tiles: 8 x 3 of 32 registers, or 4 x 3 of 16, hold the sums; the rest holds the operands.
@@ -42,6 +44,10 @@ DOT_TOKENS = (1, 2, 4, 8) if HAS_AVX512 else (1, 2, 4, 4)
 DOT_ROWS = (4, 4, 4, 2) if HAS_AVX512 else (2, 2, 2, 2)
 # Up to this many tokens, decoding in registers beats decoding into a scratch (measured; much the same for all types).
 MAX_DOT_TOKENS = 20 if HAS_AVX512 else 8
+# Tokens that share one pass over rows unpacked to bytes: three sums each, in 32 registers.
+DIGIT_TOKENS = (1, 2, 4, 8)
+# What a thread takes of a matrix is a multiple of so many rows: whole tiles of every kernel.
+TASK_ROWS = 16
 # Rows of activations must be a multiple of this long: the smallest unit that a decoder handles.
 UNIT_ELEMENTS = 32
 # Numba's disk cache looks at one source file only: kernels close over this number, so that a change in any file

@@ -1,0 +1,164 @@
+"""The compiled inner loops of the integer path: weights as bytes times activations as digits.
+
+unpack  turns sixteen rows of a type into bytes, steps and offsets, transposed so that a lane is a row.
+tile    multiplies them with a few tokens at once: four products a lane and instruction, whose sums are exact integers.
+
+The sums of a group become float32, times the steps of both sides, and are added group after group: one order for any
+number of tokens or rows. Where the CPU lacks the instruction, `leaf` does the same types in float32.
+
+An unpacked group: 8 vectors of four bytes a row, then a step and an offset per row for all 32 values, or for each 16.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from overspill.gguf.types import TensorType
+from overspill.kernels.numba.digits import GROUP_BYTES, HALF_SUMS_AT, STEP_AT, SUM_AT
+from overspill.kernels.numba.emit import I8, I32, I64, Emitter, Vec, const, const_vec
+from overspill.kernels.numba.jit import intrinsic
+from overspill.kernels.numba.lanes import N_LANES, Lanes
+from overspill.kernels.numba.native import c_function
+from overspill.kernels.numba.target import SOURCE_DIGEST
+from overspill.kernels.numba.unpack import UNPACKERS
+
+N_UNPACK_ARGS, N_DIGIT_TILE_ARGS = 7, 5
+# Values of a row that are unpacked at once: with those of sixteen rows, and some tokens, in the first-level cache.
+PIECE_ELEMENTS = 512
+_VECTOR_BYTES = 64
+_N_QUADS = 8
+_N_DIGITS = 3
+
+
+def group_bytes(n_steps: int) -> int:
+    """Bytes of a group of sixteen rows, unpacked."""
+    return _VECTOR_BYTES * (_N_QUADS + 2 * n_steps)
+
+
+@cache
+def unpack_address(type: TensorType) -> int:
+    """C function (rows, row_bytes, n_rows, first_unit, n_units, ahead, out), see `_emit_unpack`."""
+    type_id, digest = int(type), SOURCE_DIGEST
+
+    def unpack(rows, row_bytes, n_rows, first_unit, n_units, ahead, out):
+        _unpack(type_id, digest, (rows, row_bytes, n_rows, first_unit, n_units, ahead, out))
+
+    return c_function(unpack, N_UNPACK_ARGS)
+
+
+@cache
+def digit_tile_address(n_tokens: int, n_steps: int) -> int:
+    """C function (unpacked, n_groups, x_pointers, x_offset, sums), see `_emit_tile`."""
+    digest = SOURCE_DIGEST
+
+    def digit_tile(unpacked, n_groups, xs, x_offset, sums):
+        _tile(n_tokens, n_steps, digest, (unpacked, n_groups, xs, x_offset, sums))
+
+    return c_function(digit_tile, N_DIGIT_TILE_ARGS)
+
+
+@intrinsic(prefer_literal=True)
+def _unpack(typing_context, type_id, digest, arguments):
+    def codegen(context, builder, signature, args):
+        type = TensorType(type_id.literal_value)
+        _emit_unpack(Emitter(builder), type, *cgutils.unpack_tuple(builder, args[2]))
+        return context.get_dummy_value()
+
+    return types.void(type_id, digest, arguments), codegen
+
+
+@intrinsic(prefer_literal=True)
+def _tile(typing_context, n_tokens, n_steps, digest, arguments):
+    def codegen(context, builder, signature, args):
+        unpacked = cgutils.unpack_tuple(builder, args[3])
+        _emit_tile(Emitter(builder), n_tokens.literal_value, n_steps.literal_value, *unpacked)
+        return context.get_dummy_value()
+
+    return types.void(n_tokens, n_steps, digest, arguments), codegen
+
+
+def _emit_unpack(e, type, rows, row_bytes, n_rows, first_unit, n_units, ahead, out):
+    """Units `first_unit ...` of sixteen rows, `PIECE_ELEMENTS` at most, to `out`.
+
+    Of fewer rows the last one is repeated. The CPU's own prefetcher follows long streams, not sixteen short ones. So,
+    while these rows are read, as many bytes at `ahead` are asked for: what will be read next.
+    """
+    b, unpacker = e.builder, UNPACKERS[type]
+    rows = b.add(rows, b.mul(first_unit, const(unpacker.n_bytes)))
+    rows, row_bytes = _sixteen_rows(e, rows, row_bytes, n_rows, b.mul(n_units, const(unpacker.n_bytes)))
+    out, ahead = e.pointer(out), e.pointer(ahead)
+    out_bytes = group_bytes(unpacker.n_steps) * unpacker.n_groups
+    with cgutils.for_range(b, n_units) as units:
+        for line in range(0, unpacker.n_bytes * N_LANES, 64):
+            e.prefetch(ahead, e.offset(units.index, unpacker.n_bytes * N_LANES, line))
+        offset = e.offset(units.index, unpacker.n_bytes)
+        fours = [e.at(e.pointer(rows), b.add(offset, b.mul(row_bytes, const(i)))) for i in range(0, N_LANES, 4)]
+        lanes = Lanes(e, [e.at(four, b.mul(row_bytes, const(i))) for four in fours for i in range(4)])
+        target = e.at(out, e.offset(units.index, out_bytes))
+        for i_group, group in enumerate(unpacker.run(lanes)):
+            at = i_group * group_bytes(unpacker.n_steps)
+            for i, vec in enumerate((*group.quants, *group.steps, *group.offsets)):
+                e.store(vec, target, at + _VECTOR_BYTES * i, _VECTOR_BYTES)
+
+
+def _sixteen_rows(e, rows, row_bytes, n_rows, n_bytes):
+    """Address and stride of sixteen rows: the rows themselves, or copies of `n_bytes` of each, the last repeated."""
+    b = e.builder
+    start = cgutils.alloca_once_value(b, rows)
+    stride = cgutils.alloca_once_value(b, row_bytes)
+    with b.if_then(b.icmp_signed("<", n_rows, const(N_LANES)), likely=False):
+        copies = cgutils.alloca_once(b, I64, PIECE_ELEMENTS * 2 * N_LANES // 8)
+        last = b.sub(n_rows, const(1))
+        with cgutils.for_range(b, const(N_LANES)) as lane:
+            i_row = b.select(b.icmp_signed("<", lane.index, last), lane.index, last)
+            copy = e.at(b.bitcast(copies, I8.as_pointer()), b.mul(lane.index, n_bytes))
+            cgutils.raw_memcpy(b, copy, e.at(e.pointer(rows), b.mul(i_row, row_bytes)), n_bytes, const(1))
+        b.store(b.ptrtoint(copies, I64), start)
+        b.store(n_bytes, stride)
+    return b.load(start), b.load(stride)
+
+
+def _emit_tile(e, n_tokens, n_steps, unpacked, n_groups, xs, x_offset, sums):
+    """Add the products of sixteen unpacked rows and some groups of `n_tokens` tokens to `sums`, `[n_tokens, 16]`."""
+    b = e.builder
+    unpacked, sums = e.pointer(unpacked), e.pointer(sums)
+    tokens = [e.at(e.pointer(e.load(e.pointer(xs), 8 * i, I64)), x_offset) for i in range(n_tokens)]
+    with cgutils.for_range(b, n_groups) as groups:
+        group = e.at(unpacked, e.offset(groups.index, group_bytes(n_steps)))
+        digits = [e.at(token, e.offset(groups.index, GROUP_BYTES)) for token in tokens]
+        for i_step in range(n_steps):
+            quads = range(_N_QUADS // n_steps * i_step, _N_QUADS // n_steps * (i_step + 1))
+            products = _integer_products(e, group, digits, quads)
+            step = e.floats(group, _VECTOR_BYTES * (_N_QUADS + i_step), _VECTOR_BYTES)
+            offset = e.floats(group, _VECTOR_BYTES * (_N_QUADS + n_steps + i_step), _VECTOR_BYTES)
+            sum_at = SUM_AT if n_steps == 1 else HALF_SUMS_AT + 4 * i_step
+            for i_token, (x, product) in enumerate(zip(digits, products, strict=True)):
+                at = _VECTOR_BYTES * i_token
+                total = e.fma(offset, e.splat_float(x, sum_at), e.floats(sums, at, _VECTOR_BYTES))
+                e.store(e.fma(product, step * e.splat_float(x, STEP_AT), total), sums, at, _VECTOR_BYTES)
+
+
+def _integer_products(e, group, digits, quads):
+    """Sums of bytes times digits over some quads, as float32, for each token."""
+    totals = [[e.vec(const_vec(I32, [0] * N_LANES))] * _N_DIGITS for _ in digits]
+    for quad in quads:
+        weights = e.vec(e.load(group, _VECTOR_BYTES * quad, ir.VectorType(I32, N_LANES)))
+        for i_token, x in enumerate(digits):
+            totals[i_token] = [
+                _add_products(e, total, weights, e.splat(e.load(x, 32 * digit + 4 * quad, I32), N_LANES))
+                for digit, total in enumerate(totals[i_token])
+            ]
+    for high, middle, low in totals:
+        upper = ((high << 8) + middle).to_float()
+        yield e.fma(upper, e.like(upper, 256.0), low.to_float())
+
+
+def _add_products(e: Emitter, totals: Vec, weights: Vec, digits: Vec) -> Vec:
+    """In each lane: four unsigned bytes times four signed ones, added to the total."""
+    type = ir.VectorType(I32, N_LANES)
+    function = e.intrinsic("llvm.x86.avx512.vpdpbusd.512", type, [type] * 3)
+    return e.vec(e.builder.call(function, [totals.value, weights.value, digits.value]))

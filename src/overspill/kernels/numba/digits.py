@@ -1,0 +1,89 @@
+"""Activations as integers: 32 of them share a power of two, each is three signed bytes, its digits.
+
+x = step * (65536 high + 256 middle + low), step = 2^(exponent of the largest - 21): an error of at most 2^-22 of the
+largest, a hundredth of what the kernels are held to. Products of digits with the bytes of weights are sums of
+integers, hence exact, whatever the order of the additions; and a step that is a power of two rounds nothing.
+
+A group is GROUP_BYTES long: 32 high digits, 32 middle, 32 low, then as float32 the step and the sums of all 32, of the
+first 16 and of the last 16 activations, as far as the digits have them. A group with a NaN or an infinity has step NaN.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+
+from overspill.kernels.numba.emit import F32, I8, I32, Emitter, Vec, const, const_vec
+from overspill.kernels.numba.jit import inner, intrinsic
+
+GROUP_ELEMENTS, GROUP_BYTES = 32, 112
+STEP_AT, SUM_AT, HALF_SUMS_AT = 96, 100, 104
+_HALF = 16
+# Adding 1.5 * 2^23 rounds to an integer of up to 23 bits, which then is what the bits are more than those of the term.
+_ROUND, _ROUND_BITS = 12582912.0, 0x4B400000
+_SMALLEST_EXPONENT, _DIGIT_BITS = 40, 21
+_NAN_BITS = 0x7FC00000
+_N64 = types.int64
+
+
+def digit_bytes(n_elements: int) -> int:
+    """Bytes of a row of activations as digits."""
+    return n_elements // GROUP_ELEMENTS * GROUP_BYTES
+
+
+@inner
+def digitise(x, n_elements, out):
+    """A row of float32, a whole number of groups long, to digits."""
+    for i in range(n_elements // GROUP_ELEMENTS):
+        _digitise_group(x + 4 * GROUP_ELEMENTS * i, out + GROUP_BYTES * i)
+
+
+@intrinsic
+def _digitise_group(typing_context, x, out):
+    def codegen(context, builder, signature, args):
+        _emit_group(Emitter(builder), *args)
+        return context.get_dummy_value()
+
+    return types.void(_N64, _N64), codegen
+
+
+def _emit_group(e: Emitter, x: ir.Value, out: ir.Value) -> None:
+    b, source, target = e.builder, e.pointer(x), e.pointer(out)
+    halves = [e.floats(source, 4 * _HALF * i, n=_HALF) for i in range(2)]
+    exponent = _exponent(e, halves)
+    is_finite = b.icmp_unsigned("<", exponent, const(255, I32))
+    at_least = b.icmp_unsigned(">", exponent, const(_SMALLEST_EXPONENT, I32))
+    exponent = b.select(at_least, exponent, const(_SMALLEST_EXPONENT, I32))
+    step_bits = b.shl(b.sub(exponent, const(_DIGIT_BITS, I32)), const(23, I32))
+    step = e.splat(b.bitcast(b.select(is_finite, step_bits, const(_NAN_BITS, I32)), F32), 4)
+    inverse_bits = b.shl(b.sub(const(254 + _DIGIT_BITS, I32), exponent), const(23, I32))
+    inverse = e.splat(b.bitcast(inverse_bits, F32), _HALF)
+    sums = []
+    for i, values in enumerate(halves):
+        rounded = _as_int(e, values * inverse + _ROUND) - _ROUND_BITS
+        carried = _shift_signed(e, rounded + 128, 8)
+        for plane, digit in enumerate((_shift_signed(e, carried + 128, 8), carried, rounded)):
+            low_bytes = e.vec(b.trunc(digit.value, ir.VectorType(I8, _HALF)))
+            e.store(low_bytes, target, GROUP_ELEMENTS * plane + _HALF * i, 1)
+        sums.append(b.call(e.intrinsic("llvm.vector.reduce.add.v16i32", I32, [rounded.value.type]), [rounded.value]))
+    numbers = e.vec(ir.Constant(ir.VectorType(I32, 4), [1, 0, 0, 0]))
+    for lane, total in enumerate((b.add(*sums), *sums), 1):
+        numbers = e.vec(b.insert_element(numbers.value, total, const(lane, I32)))
+    e.store(numbers.to_float() * step, target, STEP_AT)
+
+
+def _exponent(e: Emitter, halves: list[Vec]) -> ir.Value:
+    """The exponent bits of the largest; 255 if any is no number."""
+    b = e.builder
+    first, second = ((_as_int(e, half) & 0x7FFFFFFF).value for half in halves)
+    larger = b.select(b.icmp_unsigned(">", first, second), first, second)
+    top = b.call(e.intrinsic("llvm.vector.reduce.umax.v16i32", I32, [larger.type]), [larger])
+    return b.lshr(top, const(23, I32))
+
+
+def _as_int(e: Emitter, vec: Vec) -> Vec:
+    return e.vec(e.builder.bitcast(vec.value, ir.VectorType(I32, _HALF)))
+
+
+def _shift_signed(e: Emitter, vec: Vec, n_bits: int) -> Vec:
+    return e.vec(e.builder.ashr(vec.value, const_vec(I32, [n_bits] * _HALF)))

@@ -1,0 +1,93 @@
+"""The same place in sixteen rows at once: lane r of a vector belongs to row r.
+
+Unpackers of weight types are written in these terms. A vector of int32 holds four neighbouring bytes of every row, so
+byte-wise work (nibbles, masks, bytes looked up) is done for 64 values at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llvmlite import ir
+
+from overspill.kernels.numba.emit import F16, F32, I8, I16, I32, Emitter, Vec, const, const_vec
+
+N_LANES = 16
+
+
+class Lanes:
+    """Loads from sixteen units (blocks), one in each row. Offsets are bytes of the unit."""
+
+    def __init__(self, e: Emitter, units: Sequence[ir.Value]) -> None:
+        self.e = e
+        self.units = units
+
+    def quads(self, offset: int, n_bytes: int = 16) -> list[Vec]:
+        """`n_bytes`, a multiple of 16: vector i holds bytes 4i to 4i + 3 of every row."""
+        return [vec for at in range(0, n_bytes, 16) for vec in self._quads16(offset + at)]
+
+    def _quads16(self, offset: int) -> list[Vec]:
+        """A transposition: rows i, i + 4, i + 8, i + 12 side by side, then 4 x 4 words within each 128 bits."""
+        e = self.e
+        rows = [e.vec(e.load(unit, offset, ir.VectorType(I32, 4))) for unit in self.units]
+        a, b, c, d = (self._joined(rows[i::4]) for i in range(4))
+        low, high = _in_each_four((0, 4, 1, 5)), _in_each_four((2, 6, 3, 7))
+        ab, cd = (e.shuffle(a, b, low), e.shuffle(a, b, high)), (e.shuffle(c, d, low), e.shuffle(c, d, high))
+        first, second = _in_each_four((0, 1, 4, 5)), _in_each_four((2, 3, 6, 7))
+        return [e.shuffle(x, y, lanes) for x, y in zip(ab, cd, strict=True) for lanes in (first, second)]
+
+    def _joined(self, parts: Sequence[Vec]) -> Vec:
+        e = self.e
+        pairs = [e.shuffle(parts[i], parts[i + 1], range(8)) for i in (0, 2)]
+        return e.shuffle(*pairs, range(16))
+
+    def words(self, offset: int) -> Vec:
+        """32-bit integers."""
+        return self._gathered(offset, I32)
+
+    def bytes(self, offset: int) -> Vec:
+        """Unsigned bytes as int32."""
+        return self._widened(self._gathered(offset, I8))
+
+    def shorts(self, offset: int) -> Vec:
+        """Unsigned 16-bit integers as int32."""
+        return self._widened(self._gathered(offset, I16))
+
+    def halves(self, offset: int) -> Vec:
+        """IEEE halves as float32."""
+        return self._half(self._gathered(offset, I16).value)
+
+    def _gathered(self, offset: int, type: ir.Type) -> Vec:
+        b, vector = self.e.builder, ir.Constant(ir.VectorType(type, N_LANES), ir.Undefined)
+        for lane, unit in enumerate(self.units):
+            vector = b.insert_element(vector, self.e.load(unit, offset, type), const(lane, I32))
+        return self.e.vec(vector)
+
+    def _widened(self, vec: Vec) -> Vec:
+        return self.e.vec(self.e.builder.zext(vec.value, ir.VectorType(I32, N_LANES)))
+
+    def half_of(self, words: Vec) -> Vec:
+        """The low 16 bits read as IEEE halves, as float32."""
+        return self._half(self.e.builder.trunc(words.value, ir.VectorType(I16, N_LANES)))
+
+    def _half(self, bits: ir.Value) -> Vec:
+        b = self.e.builder
+        as_half = b.bitcast(bits, ir.VectorType(F16, N_LANES))
+        return self.e.vec(b.fpext(as_half, ir.VectorType(F32, N_LANES)))
+
+    def signed_byte(self, words: Vec, i_byte: int) -> Vec:
+        """Byte `i_byte` of each word, sign extended."""
+        left = words << 24 - 8 * i_byte
+        return self.e.vec(self.e.builder.ashr(left.value, const_vec(I32, [24] * N_LANES)))
+
+    def looked_up(self, table: Sequence[int], index: Vec) -> Vec:
+        """table[i] for each byte i (below 16) of the words; entries are unsigned bytes."""
+        b, type = self.e.builder, ir.VectorType(I8, 4 * N_LANES)
+        function = self.e.intrinsic("llvm.x86.avx512.pshuf.b.512", type, [type, type])
+        found = b.call(function, [const_vec(I8, [*table] * 4), b.bitcast(index.value, type)])
+        return self.e.vec(b.bitcast(found, index.value.type))
+
+
+def _in_each_four(lanes: tuple[int, int, int, int]) -> list[int]:
+    """The same choice in each 128 bits of two vectors; 4 to 7 are of the second."""
+    return [at + lane if lane < 4 else at + lane + 12 for at in range(0, N_LANES, 4) for lane in lanes]
