@@ -1,10 +1,10 @@
 """The compiled parts of `experts`: grouping, gate and up, down.
 
 First the (token, expert) pairs are grouped by expert. Then threads take tasks: (expert, some rows of gate and up),
-which leave the gated activations of every pair in a buffer (as digits too, where down wants them); and after that (some rows of down), which go through
-the experts in ascending order and add to the output. So every output number is made by one thread, in an order
-that depends neither on the threads nor on which other experts are there: a layer may be cut into slabs of
-ascending experts, run one after the other, and gives the same bits.
+which leave the gated activations of every pair in a buffer (as digits too, where down wants them); and after that (some
+rows of down), which go through the experts in ascending order and add to the output. So every output number is made by
+one thread, in an order that depends neither on the threads nor on which other experts are there: a layer may be cut
+into slabs of ascending experts, run one after the other, and gives the same bits.
 """
 
 from __future__ import annotations

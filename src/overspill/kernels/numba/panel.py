@@ -1,9 +1,9 @@
 """Rows of a weight times rows of activations, and what becomes of the products: the loop around the inner loops.
 
-`multiply` does a run of rows for a list of tokens on one thread. Few tokens go through `dot`, which decodes every
+`multiply` does a run of rows for a list of tokens on one thread. Weights that are bytes with a step meet activations as
+digits where the CPU multiplies bytes (`digit_leaf`). For the others few tokens go through `dot`, which decodes every
 block in registers; for more, tiles of rows are decoded once per block of tokens. Both give the same bits, so the
-choice is one of speed only. Weights that are bytes with a step meet activations as digits where the CPU multiplies
-bytes (`digit_leaf`), for any number of tokens. Everything is addressed by int64 numbers; nothing here knows a tensor type.
+choice is one of speed only. Everything is addressed by int64 numbers; nothing here knows a tensor type.
 """
 
 from __future__ import annotations

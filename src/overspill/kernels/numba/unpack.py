@@ -158,29 +158,36 @@ def _q6_k(rows: Lanes) -> Iterator[Group]:
             yield _halved(quants, steps, -32.0)
 
 
+def _two_bits(rows: Lanes, offset: int) -> Iterator[list[Vec]]:
+    """8 groups: per 32 bytes, four fields of 2 bits, field-major."""
+    for half in range(2):
+        raw = rows.quads(offset + 32 * half, 32)
+        yield from ([q >> 2 * i & _TWO_BITS for q in raw] for i in range(4))
+
+
 def _q2_k(rows: Lanes) -> Iterator[Group]:
     both, scales = rows.words(80), rows.quads(0)
     d, negative_dmin = rows.half_of(both), rows.half_of(both >> 16) * -1.0
-    for i in range(8):
-        raw = rows.quads(16 + 32 * (i // 4), 32) if i % 4 == 0 else raw
+    for i, quants in enumerate(_two_bits(rows, 16)):
         packed = [scales[j // 4] >> 8 * (j % 4) for j in (2 * i, 2 * i + 1)]
         steps = [(scale & 15).to_float() * d for scale in packed]
         offsets = [(scale >> 4 & 15).to_float() * negative_dmin for scale in packed]
-        yield Group([q >> 2 * (i % 4) & _TWO_BITS for q in raw], steps, offsets)
+        yield Group(quants, steps, offsets)
 
 
 def _q3_k(rows: Lanes) -> Iterator[Group]:
     d, high = rows.halves(108), rows.quads(0, 32)
-    low_scales, high_scales = [rows.words(96), rows.words(100)], rows.words(104)
-    for i in range(8):
-        raw = rows.quads(32 + 32 * (i // 4), 32) if i % 4 == 0 else raw
-        steps = []
-        for j in (2 * i, 2 * i + 1):
-            low = low_scales[j // 4 % 2] >> 8 * (j % 4) + 4 * (j // 8) & 15
-            top = high_scales >> 8 * (j % 4) + 2 * (j // 4) & 3
-            steps.append(((low | top << 4) - 32).to_float() * d)
-        quants = [q >> 2 * (i % 4) & _TWO_BITS | (h >> i & _ONE_BIT) << 2 for q, h in zip(raw, high, strict=True)]
+    words = [rows.words(96), rows.words(100), rows.words(104)]
+    for i, quants in enumerate(_two_bits(rows, 32)):
+        quants = [q | (h >> i & _ONE_BIT) << 2 for q, h in zip(quants, high, strict=True)]
+        steps = [(_six_bits(words, j) - 32).to_float() * d for j in (2 * i, 2 * i + 1)]
         yield _halved(quants, steps, -4.0)
+
+
+def _six_bits(words: Sequence[Vec], j: int) -> Vec:
+    """Scale j of 16: four bits in the first two words, two in the third."""
+    low = words[j // 4 % 2] >> 8 * (j % 4) + 4 * (j // 8) & 15
+    return low | (words[2] >> 8 * (j % 4) + 2 * (j // 4) & 3) << 4
 
 
 def _iq4_xs(rows: Lanes) -> Iterator[Group]:
