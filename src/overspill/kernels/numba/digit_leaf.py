@@ -85,7 +85,8 @@ def _emit_unpack(e, type, rows, row_bytes, n_rows, first_unit, n_units, ahead, o
     """Units `first_unit ...` of sixteen rows, `PIECE_ELEMENTS` at most, to `out`.
 
     Of fewer rows the last one is repeated. The CPU's own prefetcher follows long streams, not sixteen short ones. So,
-    while these rows are read, as many bytes at `ahead` are asked for: what will be read next.
+    while these rows are read, as many bytes at `ahead` are asked for: what will be read next. They go to the
+    second-level cache, as sixteen long rows would not last in the first.
     """
     b, unpacker = e.builder, UNPACKERS[type]
     rows = b.add(rows, b.mul(first_unit, const(unpacker.n_bytes)))
@@ -94,7 +95,7 @@ def _emit_unpack(e, type, rows, row_bytes, n_rows, first_unit, n_units, ahead, o
     out_bytes = group_bytes(unpacker.n_steps) * unpacker.n_groups
     with cgutils.for_range(b, n_units) as units:
         for line in range(0, unpacker.n_bytes * N_LANES, 64):
-            e.prefetch(ahead, e.offset(units.index, unpacker.n_bytes * N_LANES, line))
+            e.prefetch(ahead, e.offset(units.index, unpacker.n_bytes * N_LANES, line), cache=2)
         offset = e.offset(units.index, unpacker.n_bytes)
         fours = [e.at(e.pointer(rows), b.add(offset, b.mul(row_bytes, const(i)))) for i in range(0, N_LANES, 4)]
         lanes = Lanes(e, [e.at(four, b.mul(row_bytes, const(i))) for four in fours for i in range(4)])

@@ -230,10 +230,10 @@ class Emitter:
         floor = self.like(x, low)
         return self.select(self.builder.fcmp_ordered(">", x.value, floor.value), x, floor)
 
-    def prefetch(self, pointer: ir.Value, offset: ir.Value | int) -> None:
-        """Ask for the cache line; an address outside any memory is harmless."""
+    def prefetch(self, pointer: ir.Value, offset: ir.Value | int, cache: int = 1) -> None:
+        """Ask for the line to come to this level of cache; an address outside any memory is harmless."""
         function = self.intrinsic("llvm.prefetch.p0", ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
-        self.builder.call(function, [self.at(pointer, offset), const(0, I32), const(3, I32), const(1, I32)])
+        self.builder.call(function, [self.at(pointer, offset), const(0, I32), const(4 - cache, I32), const(1, I32)])
 
     def intrinsic(self, name: str, result: ir.Type, arguments: list[ir.Type]) -> ir.Function:
         return cgutils.get_or_insert_function(self.builder.module, ir.FunctionType(result, arguments), name)
