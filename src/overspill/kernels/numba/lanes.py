@@ -38,8 +38,8 @@ class Lanes:
 
     def _joined(self, parts: Sequence[Vec]) -> Vec:
         e = self.e
-        pairs = [e.shuffle(parts[i], parts[i + 1], range(8)) for i in (0, 2)]
-        return e.shuffle(*pairs, range(16))
+        first, second = (e.shuffle(parts[i], parts[i + 1], range(8)) for i in (0, 2))
+        return e.shuffle(first, second, range(N_LANES))
 
     def words(self, offset: int) -> Vec:
         """32-bit integers."""
