@@ -20,6 +20,8 @@ from overspill.models.transformer import Transformer
 class Model(Transformer):
     """The plain decoder with latent attention."""
 
+    has_plain_projections = False
+
     is_rope_interleaved = True
 
     def __init__(self, hparams: HParams, embedding: Block, blocks: Sequence[Block], head: Block) -> None:

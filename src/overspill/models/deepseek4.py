@@ -22,6 +22,8 @@ from overspill.quant.qtensor import QTensor
 class Model(StreamModel):
     """Residual streams around attention to one key for all heads, which is its value too."""
 
+    has_plain_projections = False
+
     def __init__(self, hparams: HParams, embedding: Block, blocks: Sequence[Block], head: Block) -> None:
         super().__init__(hparams, embedding, blocks, head)
         assert isinstance(hparams, DeepSeek4HParams)

@@ -22,6 +22,8 @@ _PARTS = ("q", "k", "v")
 class Model(deepseek2.Model):
     """Latent attention, or the delta rule."""
 
+    has_plain_projections = False
+
     def __init__(self, hparams: HParams, embedding: Block, blocks: Sequence[Block], head: Block) -> None:
         super().__init__(hparams, embedding, blocks, head)
         assert isinstance(hparams, KimiHParams)

@@ -30,6 +30,14 @@ def linears(block: Block, names: Sequence[str], x: torch.Tensor) -> list[torch.T
     return [_adjusted(block, name, y) for name, y in zip(names, products, strict=True)]
 
 
+def norm_linears(block: Block, norm: str, names: Sequence[str], x: torch.Tensor, eps: float) -> list[torch.Tensor]:
+    """`linears` of the RMS norm of x whose gain is `norm.weight`."""
+    if block.ops.norm_linears is None:
+        return linears(block, names, block.ops.rms_norm(x, block.vector(norm), eps))
+    products = block.ops.norm_linears(x, block.vector(norm), eps, [block.matrix(name) for name in names])
+    return [_adjusted(block, name, y) for name, y in zip(names, products, strict=True)]
+
+
 def _adjusted(block: Block, name: str, y: torch.Tensor) -> torch.Tensor:
     scale, bias = block.scale(name), block.bias(name)
     y = y if scale is None else y * scale

@@ -20,6 +20,8 @@ from overspill.quant.dequant import dequantize
 class Model(Transformer):
     """The plain decoder, its attention gated, or replaced by the delta rule."""
 
+    has_plain_projections = False
+
     ffn_norm = FFN_NORM
 
     def __init__(self, hparams: HParams, embedding: Block, blocks: Sequence[Block], head: Block) -> None:

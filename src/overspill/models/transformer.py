@@ -30,6 +30,7 @@ from overspill.models.layers import (
     linear,
     linears,
     norm_each_head,
+    norm_linears,
     shared_experts,
 )
 from overspill.models.rope import Rope
@@ -75,12 +76,17 @@ class _RawHeads:
         )
 
 
+_QKV = ("attn_q", "attn_k", "attn_v")
+
+
 class Transformer:
     """The model contract for the plain decoder; `blocks` may lie on different devices."""
 
     activation = Activation.SILU
     is_rope_interleaved = False
-    # False where a subclass does more than norm each head and rotate, than pick, than add: no fused op serves it then.
+    # False where a subclass does more than project, than norm each head and rotate, than pick, than add: no fused op
+    # serves it then.
+    has_plain_projections = True
     has_plain_heads = True
     has_plain_router = True
     has_plain_residual = True
@@ -100,9 +106,13 @@ class Transformer:
 
     def attend(self, i_layer: int, x: torch.Tensor, cache: KvCache, view: UbatchView) -> torch.Tensor:
         """Norm, attention, output projection, residual: `[T, D]` -> `[T, D]`."""
-        block = self._blocks[i_layer]
-        normed = block.ops.rms_norm(x, block.vector("attn_norm"), self.hparams.rms_eps)
-        attended = self.attention(i_layer, block, normed, cache, view)
+        block, eps = self._blocks[i_layer], self.hparams.rms_eps
+        if self.has_plain_projections:
+            qkv = norm_linears(block, "attn_norm", _QKV, x, eps)
+            attended = self.attend_projected(i_layer, block, qkv, cache, view)
+        else:
+            normed = block.ops.rms_norm(x, block.vector("attn_norm"), eps)
+            attended = self.attention(i_layer, block, normed, cache, view)
         add_linear, output = block.ops.add_linear, self.attention_output(i_layer)
         if self.has_plain_residual and add_linear is not None and is_bare(block, output):
             return add_linear(x, attended, block.matrix(output))
@@ -116,7 +126,13 @@ class Transformer:
         self, i_layer: int, block: Block, normed: torch.Tensor, cache: KvCache, view: UbatchView
     ) -> torch.Tensor:
         """Projections, rotation, cached attention: `[T, D]` -> `[T, H * A]`."""
-        q, k, v = linears(block, ("attn_q", "attn_k", "attn_v"), normed)
+        return self.attend_projected(i_layer, block, linears(block, _QKV, normed), cache, view)
+
+    def attend_projected(
+        self, i_layer: int, block: Block, qkv: Sequence[torch.Tensor], cache: KvCache, view: UbatchView
+    ) -> torch.Tensor:
+        """What follows the products with queries, keys and values."""
+        q, k, v = qkv
         put = self.put_projected(i_layer, block, (q, k, v), cache, view)
         return self.attend_cells(i_layer, block, put, cache, view)
 
@@ -252,9 +268,7 @@ class Transformer:
 
     def output(self, x: torch.Tensor) -> torch.Tensor:
         """Final norm and head: `[T, D]` -> logits `[T, V]`."""
-        head = self._head
-        normed = head.ops.rms_norm(x, head.vector("output_norm"), self.hparams.rms_eps)
-        return linear(head, "output", normed)
+        return norm_linears(self._head, "output_norm", ("output",), x, self.hparams.rms_eps)[0]
 
 
 def _rope(hp: HParams, i_layer: int, block: Block) -> Rope | None:
