@@ -39,6 +39,19 @@ if not HAS_CUDA:
     _let_loops_take_tensors()
 
 
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large tiles for few tokens: the interpreter takes a tenth of a second for a program, whatever its size."""
+    from overspill.kernels.triton.launch import Tuning
+    from overspill.kernels.triton.tuning import RowTile
+
+    if HAS_CUDA:
+        return
+    tile = RowTile(64, 512, Tuning())
+    for module in ("skinny", "few_experts"):
+        monkeypatch.setattr(f"overspill.kernels.triton.{module}.tile_of", lambda tiles, type: tile)
+    monkeypatch.setattr("overspill.kernels.triton.routing.ROUTER", tile)
+
+
 def assert_near(got: torch.Tensor, wanted: torch.Tensor) -> None:
     """Close by the norm of the difference: 1e-5 for float32, 1e-2 for results that were rounded to bfloat16."""
     assert got.shape == wanted.shape

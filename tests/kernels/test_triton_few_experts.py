@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.triton_device import DEVICE, DTYPES, HAS_CUDA, assert_near
+from tests.helpers.triton_device import DEVICE, DTYPES, assert_near, few_programs
 
 from overspill.gguf.types import TensorType
 from overspill.kernels import ref
@@ -32,10 +32,7 @@ SILU = gated(Activation.SILU, NO_LIMIT)
 
 @pytest.fixture(autouse=True)
 def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter takes a tenth of a second for a program, whatever its size."""
-    if not HAS_CUDA:
-        tile = RowTile(64, 512, Tuning())
-        monkeypatch.setattr("overspill.kernels.triton.few_experts.tile_of", lambda tiles, type: tile)
+    few_programs(monkeypatch)
 
 
 def stack(type: TensorType, *shape: int, seed: int = 0) -> QTensor:

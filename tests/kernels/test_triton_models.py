@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.triton_device import DEVICE, HAS_CUDA  # isort: skip (before Triton)
+from tests.helpers.triton_device import DEVICE, HAS_CUDA, few_programs  # isort: skip (before Triton)
 
 from overspill.kernels.triton import make_ops
 from tests.helpers.plain import Plain, plain_model
@@ -18,8 +18,9 @@ N = 6
 @pytest.mark.slow
 @pytest.mark.skipif(HAS_CUDA, reason="models in host memory: tests/gpu has the same on a GPU")
 @pytest.mark.parametrize("case", [case for case in MODELS if case.name != "deepseek_v2-lite"], ids=str)
-def test_models(case: Case) -> None:
+def test_models(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt of four tokens and two single ones, in float32."""
+    few_programs(monkeypatch)
     model = plain_model(case.source, make_ops(DEVICE, dtype=torch.float32))
     plain, ids = Plain(model, N), case.expected("input_ids_2").tolist()
     rows = [plain(ids[first:last]) for first, last in ((0, 4), (4, 5), (5, 6))]

@@ -210,10 +210,11 @@ def _route_few(
     router: torch.Tensor,
     choice: Choice,
     dtype: torch.dtype,
-    tile: RowTile = ROUTER,
+    tile: RowTile | None = None,
 ) -> Routed:
     T, D = x.shape
     E = len(router)
+    tile = tile or ROUTER
     normed = torch.empty((T, D), dtype=dtype, device=x.device)
     logits = torch.empty((T, E), dtype=torch.float32, device=x.device)
     args = (x.contiguous(), gain, router, normed, logits, eps)
