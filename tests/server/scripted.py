@@ -24,11 +24,11 @@ ANSWER = f'{THOUGHTS}I ask.\n<tool_call>\n{{"name": "weather", "arguments": {ARG
 Says = Callable[[str], None]
 
 
-def scripted(served: Served, monkeypatch: pytest.MonkeyPatch) -> Says:
-    """Makes the model say a text, then its end token."""
+def scripted(served: Served, monkeypatch: pytest.MonkeyPatch, source: str = SOURCE) -> Says:
+    """Makes the model say a text, then its end token. source: of its chat template."""
     tokenizer = served.llm.tokenizer
-    monkeypatch.setattr(served.host, "template", ChatTemplate(SOURCE))
-    monkeypatch.setattr(served.host, "dialect", Dialect.of(SOURCE))
+    monkeypatch.setattr(served.host, "template", ChatTemplate(source, bos_text="<s>", eos_text="</s>"))
+    monkeypatch.setattr(served.host, "dialect", Dialect.of(source))
 
     def say(text: str) -> None:
         script = iter([*tokenizer.encode(text, add_special=False), tokenizer.eos_id])

@@ -357,7 +357,7 @@ def test_the_dialects_of_real_templates() -> None:
     assert thoughtless == {name for name in found if any(part in name for part in THOUGHTLESS)}
 
 
-def written(name: str, source: str, calls: list[dict[str, Any]]) -> str | None:
+def written(source: str, calls: list[dict[str, Any]]) -> str:
     """How the template itself writes calls that a model has made: what such a model was trained to write."""
     template = ChatTemplate(source, bos_text="<s>", eos_text="</s>")
     entries = [
@@ -383,7 +383,7 @@ def test_what_real_templates_write_for_calls_is_read_as_those_calls() -> None:
             continue
         takes_one = "llama-Llama" in name or "oss" in name
         for calls in [[values] for values in VALUES] + ([] if takes_one else [VALUES]):
-            text = written(name, source, calls)
+            text = written(source, calls)
             expected = [part for values in calls for part in called(**values)]
             for cut in (1, 7, len(text)):
                 one = dialect.reader("", tools=TOOLS, is_raw=False)
