@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +33,7 @@ from overspill.gguf.source import ModelSource
 from overspill.hardware import machine_for, needs_on, open_for, ops_for, precision_on, shape_for, widens_dense
 from overspill.kernels import cpu
 from overspill.models.check import has_tokenizer, tokenizer_of, understand
-from overspill.options import options_from
+from overspill.options import Options, options_from
 from overspill.pipeline.choose import choose
 from overspill.pipeline.memory import Memory, Sizes
 from overspill.pipeline.reading import LoadMode
@@ -48,6 +49,7 @@ from overspill.text.stream import TextStream
 from overspill.text.tokenizer import Tokenizer
 
 Progress = Callable[[int, int], None]
+_log = logging.getLogger(__name__)
 
 
 class Completion(NamedTuple):
@@ -80,6 +82,7 @@ class LLM:
         precision = precision_on(machine)
         shape = shape_for(machine, self.source, self.hparams, specs)
         self.plan = choose(shape, machine, self.options, needs_on(machine, self.hparams))
+        _tell_lower_context(self.options, self.plan.placement.n_ctx, self.hparams.n_ctx_train)
         done = _counter(progress, sum(self.source.tensors[spec.name].n_bytes for spec in specs))
         with ExitStack() as on_failure:
             self.devices = open_for(self.options)
@@ -300,3 +303,10 @@ def _counter(progress: Progress | None, n_total: int) -> Callable[[int], None]:
             progress(done, n_total)
 
     return count
+
+
+def _tell_lower_context(options: Options, n_ctx: int, n_ctx_train: int) -> None:
+    if options.n_ctx == 0 and n_ctx < n_ctx_train * options.n_parallel:
+        _log.warning(
+            "context lowered to fit: %d cells over all sequences, of %d for each; -c sets it", n_ctx, n_ctx_train
+        )

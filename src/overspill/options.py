@@ -61,7 +61,9 @@ class Options:
         None, "--fit-target -fitt", "MiB to leave free (one for all, or one each); None: 1024, 0 on capped devices"
     )
     fit_ctx: int = _option(4096, "--fit-ctx -fitc", "lowest context per sequence that fit may choose")
-    n_ctx: int = _option(0, "--ctx-size -c", "context cells over all sequences; 0: what the model was trained for")
+    n_ctx: int = _option(
+        0, "--ctx-size -c", "context cells over all sequences; 0: what the model was made for, or fits"
+    )
     n_ubatch: int | None = _option(None, "--ubatch-size -ub", "most tokens computed together; None: chosen")
     n_wave: int | None = _option(None, "--n-wave --batch-size -b", "most tokens that share uploads; None: chosen")
     n_parallel: int = _option(1, "--parallel -np", "sequences served at once")

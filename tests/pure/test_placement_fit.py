@@ -146,6 +146,22 @@ def test_context_yields_before_layers_do() -> None:
     assert any(f"context lowered from 131072 to {placement.n_ctx}" in note for note in placement.notes)
 
 
+@pytest.mark.parametrize("load_mode", ["none", "mmap"])
+def test_a_context_that_nobody_asked_for_leaves_room_in_host_memory(load_mode: str) -> None:
+    """Keys and values take at most half of what weights and buffers leave; mapped weights may go again."""
+    shape = make_shape(8, n_expert=0, expert_bytes=0, dense_bytes=256 * MIB, kv_per_cell=65536, n_ctx_train=131072)
+    machine = make_machine(host_gib=16)
+    options = Options(load_mode=load_mode)
+    placement = place(shape, machine, options, n_ubatch=128, n_wave=128, grain=8)
+    host = placement.budgets[-1]
+    room = host.free_bytes - host.compute_bytes - (host.weights_bytes if load_mode == "none" else 0)
+    cells = 256 * 8 * 65536
+    assert room // 2 - cells < host.kv_bytes <= room // 2
+    assert any("context lowered from 131072" in note for note in placement.notes)
+    asked = replace(options, n_ctx=placement.n_ctx + 2048)
+    assert place(shape, machine, asked, n_ubatch=128, n_wave=128, grain=8).n_ctx == placement.n_ctx + 2048
+
+
 def test_slightly_short_ring_is_not_given_up_for_a_small_one() -> None:
     shape = make_shape(16, expert_bytes=500 * MIB, kv_per_cell=4096)
     plan = placed(shape, (4,), Options(n_ctx=46592)).staging[0]

@@ -5,7 +5,8 @@ In this order, each step only if the one before is not enough:
 2. routed experts of as few layers as necessary in host RAM. Counts of layers shift between devices until the busiest
    link has the least to upload, which spreads the host layers evenly; a small staging ring is taken where the layers
    it keeps resident outweigh its slower uploads, that is, where the model nearly fits;
-3. a lower context, if the user has set none, not below `-fitc`: until a full-size staging ring fits again;
+3. a lower context, if the user has set none, not below `-fitc`: until a full-size staging ring fits again, and keys and
+   values in host RAM take at most half of what weights leave there;
 4. leading layers computed by the CPU, if the user has set no `-ngl`.
 Flags are constraints here, never overruled: what they make impossible is reported with needed and free bytes.
 """
@@ -63,10 +64,10 @@ def largest_resident_context(ask: Ask, layout: Layout) -> int | None:
 def _fit_context(ask: Ask) -> Layout:
     """Step 3: the largest context, in steps of 256 cells a sequence, that leaves room for full-size rings."""
     layout = _fit_experts(ask)
-    if layout.projection.is_roomy or ask.n_ctx == ask.lowest_ctx:
+    if ask.n_ctx == ask.lowest_ctx or _is_roomy(ask, layout):
         return layout
     best = _fit_experts(replace(ask, n_ctx=ask.lowest_ctx))
-    if not best.projection.is_roomy:
+    if not _is_roomy(ask, best):
         return best
     step = _CELLS * ask.n_parallel
     low, high = ask.lowest_ctx // step, min(ask.n_ctx, _most_cells(ask)) // step + 1
@@ -76,11 +77,19 @@ def _fit_context(ask: Ask) -> Layout:
             middle = (low + high) // 2
             trial = replace(ask, n_ctx=middle * step)
             layout = search(trial, lay_out(trial, best.counts, best.slab_limit))
-            if layout.projection.is_roomy:
+            if _is_roomy(ask, layout):
                 best, low = layout, middle
             else:
                 high = middle
     return best
+
+
+def _is_roomy(ask: Ask, layout: Layout) -> bool:
+    """Rings have their size, and a context that nobody asked for leaves room in host RAM, where other programs live."""
+    host = layout.projection.shares[-1]
+    needed = host.compute_bytes + (0 if ask.demand.is_host_mapped else host.weights_bytes)
+    left = ask.demand.capacity[-1] - needed
+    return layout.projection.is_roomy and host.kv_bytes <= max(0, left) // 2
 
 
 def _as_it_is(_: Ask, layout: Layout) -> Layout:

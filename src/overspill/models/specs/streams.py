@@ -28,6 +28,11 @@ class StreamHParams(HParams):
         return self.n_streams * self.n_embd
 
     @property
+    def n_scratch(self) -> int:
+        """Streams are settled, normed, mixed and added to: so many copies of them at once, beside other scratch."""
+        return super().n_scratch + 6 * self.streams_dim
+
+    @property
     def x_dim(self) -> int:
         """`[streams | pending | shares]`."""
         return self.streams_dim + self.n_embd + self.n_streams
