@@ -48,8 +48,21 @@ class Message {
 
   say(text) {
     this.content += text;
+    if (this.isDue) return;
+    this.isDue = true; // painted once a frame, however many tokens come
+    requestAnimationFrame(() => this.paint());
+  }
+
+  paint() {
+    this.isDue = false;
     this.said.replaceChildren(...fenced(this.content));
     this.follow();
+  }
+
+  // While busy, screen readers wait; then they read the message once.
+  set isBusy(value) {
+    this.element.setAttribute("aria-busy", value);
+    if (!value) this.paint();
   }
 
   think(text) {
@@ -87,9 +100,12 @@ function fenced(text) {
 
 async function send(text) {
   const conversation = messages; // "New chat" begins another one meanwhile
-  new Message("user").say(text);
+  const question = new Message("user");
+  question.say(text);
+  question.paint();
   conversation.push({ role: "user", content: text });
   const answer = new Message("assistant");
+  answer.isBusy = true;
   running = new AbortController();
   showRunning(true);
   try {
@@ -104,6 +120,7 @@ async function send(text) {
   }
   if (answer.content || answer.thoughts) conversation.push(asMessage(answer));
   else conversation.pop();
+  answer.isBusy = false;
   running = null;
   showRunning(false);
 }
