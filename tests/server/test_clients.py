@@ -143,6 +143,45 @@ def test_a_failed_wave_is_an_error_and_shows_in_health(served: Served) -> None:
     assert served.client.get("/health").status_code == 200
 
 
+def test_logits_that_are_no_numbers_never_become_text(served: Served) -> None:
+    """The request fails, alone, and /health says so until another one was served."""
+    engine = served.llm._engine
+    run_wave = engine._run_wave
+    engine._run_wave = lambda wave: [logits * float("nan") for logits in run_wave(wave)]
+    try:
+        response = served.post("/completion", prompt="a", **GREEDY)
+        assert response.status_code == 500
+        assert "NaN" in response.json()["error"]["message"]
+        assert "NaN" in served.client.get("/health").text
+        events = served.events("/completion", prompt="a", **GREEDY)
+        assert [list(event) for event in events] == [["error"]]
+    finally:
+        engine._run_wave = run_wave
+    served.ask("/completion", prompt="a", **GREEDY)
+    assert served.client.get("/health").status_code == 200
+
+
+def test_a_client_that_leaves_in_a_long_wave_stops_it(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wave whose splits take 0.2 s each, 2 layers: without giving up it would take longer than it may."""
+    runner, issued = served.llm.runner, []
+    issue = runner._issue
+
+    def slow(action: Any, *rest: Any) -> None:
+        issued.append(action.verb)
+        time.sleep(0.2)
+        issue(action, *rest)
+
+    want = served.ask("/completion", prompt="word " * 60, **GREEDY)["content"]
+    monkeypatch.setattr(runner, "_issue", slow)
+    with pytest.raises(httpx.ReadTimeout):
+        served.client.post("/completion", json={"prompt": "other " * 60, **GREEDY}, timeout=0.3)
+    served.wait_until_idle(2.0)
+    monkeypatch.undo()
+    assert 0 < len(issued) <= 8
+    assert served.ask("/completion", prompt="word " * 60, cache_prompt=False, **GREEDY)["content"] == want
+    assert served.client.get("/health").status_code == 200
+
+
 # --- beginning and end
 
 
