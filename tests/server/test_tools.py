@@ -74,6 +74,6 @@ def test_without_tools_a_call_is_text(client: openai.OpenAI, says: Says) -> None
 
 
 def test_what_is_refused(client: openai.OpenAI, says: Says) -> None:
-    for extra in ({"tool_choice": "required"}, {"stream": True, "logprobs": True}):
+    for extra in ({"functions": [{"name": "f"}]}, {"stream": True, "logprobs": True}):
         with pytest.raises(openai.BadRequestError, match="not supported"):
             client.chat.completions.create(**ASK, tools=TOOLS, **extra)  # type: ignore[call-overload]

@@ -36,6 +36,11 @@ class Dialect:
         """Whether calls of tools can be read."""
         return self.has_channels or self.calls is not None
 
+    @property
+    def form(self) -> str:
+        """The name of the form of calls; empty where there is none."""
+        return "channels" if self.has_channels else self.calls.name if self.calls else ""
+
     def reader(self, prompt: str, *, tools: Sequence[Any], is_raw: bool) -> Reader:
         """For an answer to a rendered prompt. tools: those the request offers. is_raw: thoughts stay in the text."""
         if self.has_channels:

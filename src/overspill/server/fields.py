@@ -160,6 +160,7 @@ class ChatBody(SamplingFields):
     tools: list[dict[str, Any]] = []
     functions: list[Any] = []
     tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: Flag = False
     reasoning_format: Literal["none", "auto", "deepseek"] = "auto"
     response_format: dict[str, Any] = {}
     chat_template_kwargs: dict[str, Any] = {}

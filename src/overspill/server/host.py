@@ -60,7 +60,7 @@ class Host:
     @cached_property
     def grammars(self) -> Grammars:
         """What compiles grammars for the model's vocabulary."""
-        return Grammars(self.llm.tokenizer)
+        return Grammars(self.llm.tokenizer, self.dialect.mark_ids(self.llm.tokenizer))
 
     @property
     def trouble(self) -> str | None:

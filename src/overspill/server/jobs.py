@@ -8,13 +8,15 @@ from functools import partial
 from typing import Any
 
 from overspill.server.constraints import grammar_of
+from overspill.server.errors import ApiError
 from overspill.server.fields import ChatBody, SamplingFields
 from overspill.server.generation import Job, StartConstraint
 from overspill.server.host import Host
 from overspill.server.params import chat_probs, check_tools, sampling_params
 from overspill.server.prompts import chat_segments, prompts_of
 from overspill.server.reading import Reader
-from overspill.text.constrain import Deferred, Grammar
+from overspill.server.required_calls import calls_lark, required_tools
+from overspill.text.constrain import Deferred
 
 
 def prompt_job(host: Host, body: SamplingFields, prompt: Any, n_probs: int | None) -> Job:
@@ -31,16 +33,25 @@ def chat_job(host: Host, body: ChatBody) -> tuple[Job, Callable[[], Reader]]:
     segments = chat_segments(tokenizer, host.template, body)
     prompt = "".join(segment.text for segment in segments)
     job = _job(host, body, [tokenizer.encode_marked(segments)], chat_probs(body))
-    start = _start_after_thoughts(host, grammar_of(host.grammars, body), prompt)
+    start = _start_of_chat(host, body, prompt)
     make_reader = partial(host.dialect.reader, prompt, tools=body.offered_tools, is_raw=is_raw)
     return replace(job, shown_ids=host.dialect.mark_ids(tokenizer), start_constraint=start), make_reader
 
 
-def _start_after_thoughts(host: Host, grammar: Grammar | None, prompt: str) -> StartConstraint | None:
-    """A constraint that holds from where the answer proper begins."""
+def _start_of_chat(host: Host, body: ChatBody, prompt: str) -> StartConstraint | None:
+    """What the answer is held to, from where its thoughts end."""
+    tools = required_tools(body)
+    if tools and body.ignore_eos:
+        raise ApiError(400, "Field 'ignore_eos': an answer that calls a tool ends with it; leave one of them out")
+    if tools:
+        grammar = host.grammars.lark(calls_lark(host.dialect.form, tools, has_several=body.parallel_tool_calls))
+    elif (asked := grammar_of(host.grammars, body)) is not None:
+        grammar = asked
+    else:
+        return None
     is_over = host.dialect.ends_thoughts(prompt)
-    if grammar is None or is_over is None:
-        return None if grammar is None else grammar.start
+    if is_over is None or (tools and host.dialect.has_channels):  # there the grammar of calls has a place for thoughts
+        return grammar.start
     return lambda: Deferred(grammar.start(), host.llm.tokenizer, is_over)
 
 

@@ -52,11 +52,18 @@ def chat_body(body: MessagesBody, defaults: Mapping[str, Any]) -> ChatBody:
         "top_k": body.top_k,
         "top_p": body.top_p,
         "tools": [_tool(tool) for tool in body.tools],
-        "tool_choice": {"any": "required", "tool": "required"}.get(kind := body.tool_choice.get("type", "auto"), kind),
+        "tool_choice": _tool_choice(body.tool_choice),
         "chat_template_kwargs": {"enable_thinking": False} if body.thinking.get("type") == "disabled" else None,
     }
     given = {key: value for key, value in values.items() if value is not None}
     return parse_body(ChatBody, with_defaults(ChatBody, given, defaults))
+
+
+def _tool_choice(choice: Block) -> str | Block:
+    kind = choice.get("type", "auto")
+    if kind == "tool":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return "required" if kind == "any" else kind
 
 
 def _system(system: str | list[Block]) -> list[Block]:

@@ -79,7 +79,6 @@ def _unserved_of_text(body: TextBody) -> Iterator[str]:
 
 def _unserved_of_chat(body: ChatBody) -> Iterator[str]:
     asked = {
-        "tool_choice": body.tool_choice not in ("auto", "none"),
         "functions": bool(body.functions),
         "continue_final_message": body.continue_final_message,
     }

@@ -24,24 +24,31 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 # llama.cpp's whitespace: models that may write more of it write it without end.
-_JSON_OPTIONS: Any = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}", "coerce_one_of": True}
+JSON_OPTIONS: Any = {"whitespace_pattern": r" |\n{1,2}[ \t]{0,20}", "coerce_one_of": True}
 
 _MOST_BLANK = 2
 _N_SEEN = 256
 
 
 class Grammars:
-    """Compiles grammars for a vocabulary. The library is loaded with the first one; may be used from any thread."""
+    """Compiles grammars for a vocabulary. The library is loaded with the first one; may be used from any thread.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    shown_ids: control tokens that count as the text they spell.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, shown_ids: frozenset[int] = frozenset()) -> None:
         self._tokenizer = tokenizer
+        self._shown_ids = shown_ids
         self._lock = threading.Lock()
         self._table: LLTokenizer | None = None
 
     def gbnf(self, text: str) -> Grammar:
         """A grammar in llama.cpp's notation. UserError in one line if it is none."""
-        lark = lark_of(text)
-        return self._compiled("grammar", lambda: _matcher_class().grammar_from_lark(lark))
+        return self.lark(lark_of(text))
+
+    def lark(self, text: str) -> Grammar:
+        """A grammar in llguidance's own notation."""
+        return self._compiled("grammar", lambda: _matcher_class().grammar_from_lark(text))
 
     def json_schema(self, schema: Mapping[str, Any] | str) -> Grammar:
         """JSON that a schema describes; of an empty schema, any object. UserError in one line for what is no schema,
@@ -51,7 +58,7 @@ class Grammars:
             raise UserError(f"json_schema: an object expected, {json.dumps(value)[:40]} found")
         text = json.dumps(dict(value) or {"type": "object"})
         make = _matcher_class().grammar_from_json_schema
-        return self._compiled("json_schema", lambda: make(text, overrides=_JSON_OPTIONS))
+        return self._compiled("json_schema", lambda: make(text, overrides=JSON_OPTIONS))
 
     def _compiled(self, name: str, make: Callable[[], str]) -> Grammar:
         table = self._vocabulary()
@@ -66,7 +73,7 @@ class Grammars:
     def _vocabulary(self) -> LLTokenizer:
         with self._lock:
             if self._table is None:
-                self._table = _vocabulary(self._tokenizer)
+                self._table = _vocabulary(self._tokenizer, self._shown_ids)
             return self._table
 
 
@@ -167,9 +174,9 @@ class _Vocabulary:
 
     bos_token_id = None
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        hidden = tokenizer.eos_ids
-        pieces = (b"" if i in hidden else tokenizer.piece(i) for i in range(tokenizer.n_vocab))
+    def __init__(self, tokenizer: Tokenizer, shown_ids: frozenset[int]) -> None:
+        ends = tokenizer.eos_ids
+        pieces = (b"" if i in ends else tokenizer.piece(i, special=i in shown_ids) for i in range(tokenizer.n_vocab))
         self.tokens = [*pieces, b"<end>"]
         self.eos_token_id = tokenizer.n_vocab
         self.special_token_ids = [tokenizer.n_vocab]
@@ -193,10 +200,10 @@ class _Vocabulary:
             at += len(self.tokens[token_id])
 
 
-def _vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
+def _vocabulary(tokenizer: Tokenizer, shown_ids: frozenset[int]) -> LLTokenizer:
     from llguidance import LLTokenizer, TokenizerWrapper
 
-    return LLTokenizer(TokenizerWrapper(_Vocabulary(tokenizer)), n_vocab=tokenizer.n_vocab + 1)
+    return LLTokenizer(TokenizerWrapper(_Vocabulary(tokenizer, shown_ids)), n_vocab=tokenizer.n_vocab + 1)
 
 
 def _matcher_class() -> type[LLMatcher]:
