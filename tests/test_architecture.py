@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,11 +11,12 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "overspill"
 LAYERS = [
-    {"errors", "gguf", "quant", "options", "sampling_flags"},
+    {"errors", "gguf", "quant", "options", "sampling_flags", "gpu_memory"},
     {"kernels", "cache", "placement", "device", "text"},
     {"models"},
     {"pipeline"},
     {"engine"},
+    {"needs"},
     {"hardware"},
     {"llm"},
     {"cli", "commands", "bench", "server"},
@@ -41,6 +43,13 @@ NO_TORCH = [
     "pipeline/ledger.py",
     "pipeline/schedule.py",
     "pipeline/simulate.py",
+    "pipeline/choose.py",
+    "pipeline/slabs.py",
+    "pipeline/host_budget.py",
+    "models/describe.py",
+    "needs.py",
+    "gpu_memory.py",
+    "commands/plan.py",
     "engine/request.py",
     "engine/scheduler.py",
     "options.py",
@@ -60,6 +69,16 @@ ONLY_IN = {
     "llguidance": "text/constrain.py",
     "matplotlib": "pipeline/trace.py",
 }
+DATA = Path(__file__).parent / "data"
+MODEL, MACHINE = DATA / "models" / "qwen3moe.gguf", DATA / "machines" / "two-24gb.json"
+PLAN_AND_LOOK = """
+import sys
+from overspill.cli import main
+try:
+    main()
+finally:
+    assert not {"torch", "triton", "numba"} & sys.modules.keys()
+"""
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -102,6 +121,20 @@ def test_layers(path: Path) -> None:
         is_sibling = LEVEL[other] == LEVEL[room] and room not in ("cli", "commands", "bench")
         assert LEVEL[other] <= LEVEL[room], f"{name_of(path)} imports {other}, which stands above it"
         assert not is_sibling or (room, other) in SIBLINGS_ALLOWED, f"{name_of(path)} imports its sibling {other}"
+
+
+@pytest.mark.parametrize(
+    "what", [("--shape", "qwen3-30b-a3b", "--quant", "Q4_K"), ("-m", str(MODEL))], ids=["shape", "file"]
+)
+def test_a_plan_for_a_machine_one_does_not_have_needs_no_torch(what: tuple[str, ...]) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", PLAN_AND_LOOK, "plan", *what, "--machine", str(MACHINE)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "predicted" in ran.stdout
 
 
 def test_models_know_no_device() -> None:

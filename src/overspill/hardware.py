@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -11,22 +11,14 @@ from overspill.device.base import Device, Devices
 from overspill.device.factory import open_devices
 from overspill.device.handoff import failing_pairs
 from overspill.device.topology import measure
-from overspill.gguf.source import ModelSource
 from overspill.kernels import Ops, cpu
-from overspill.kernels.gpu_memory import DEFAULT_WEIGHT_BYTES, DENSE_PART_BYTES, scratch_bytes
-from overspill.models.base import HParams, TensorSpec
-from overspill.models.describe import dense_wide_bytes, model_shape
+from overspill.needs import kv_value_bytes
 from overspill.options import Options
 from overspill.pipeline.memory import Precision
-from overspill.pipeline.upload import WIDE_VALUE_BYTES
-from overspill.placement.budget import N_LOGIT_ROWS, NO_NEEDS, KernelNeeds
 from overspill.placement.machine import GPU_ISSUE_US, DeviceSpec, Machine
-from overspill.placement.shape import ModelShape
 
 _GPU = "cuda"
-_MADE_OF_THREADS = ("virtual:", "null:")
 _RESERVE_BYTES = 1 << 30
-_DENSE_SHARE = 0.2
 
 
 def machine_for(options: Options) -> Machine:
@@ -64,51 +56,10 @@ def _reserve_bytes(name: str, *, is_shared: bool) -> int:
     return _RESERVE_BYTES if is_shared and name.startswith(_GPU) else 0
 
 
-def has_gpus(machine: Machine) -> bool:
-    """Whether the accelerators are real; those of a described machine are."""
-    return any(not device.name.startswith(_MADE_OF_THREADS) for device in machine.devices)
-
-
 def precision_on(machine: Machine) -> Precision:
     """What shared buffers hold: bfloat16 beside GPUs, float32 elsewhere."""
-    return Precision(torch.bfloat16, torch.bfloat16) if has_gpus(machine) else Precision()
-
-
-def shape_for(machine: Machine, source: ModelSource, hparams: HParams, specs: Sequence[TensorSpec]) -> ModelShape:
-    """A model's sizes and costs as this machine would hold it."""
-    return model_shape(
-        source.name,
-        hparams,
-        specs,
-        source.tensors,
-        kv_value_bytes=precision_on(machine).kv.itemsize,
-        widens_dense=widens_dense(machine, source, specs),
-    )
-
-
-def widens_dense(machine: Machine, source: ModelSource, specs: Sequence[TensorSpec]) -> bool:
-    """Whether GPUs hold dense matrices in bfloat16: where these take a small part of their memory."""
-    n_bytes = dense_wide_bytes(specs, source.tensors)
-    return has_gpus(machine) and n_bytes <= _DENSE_SHARE * sum(device.free_bytes for device in machine.devices)
-
-
-def needs_on(machine: Machine, hp: HParams) -> Callable[[int], KernelNeeds]:
-    """What the accelerators' kernels take, by the size of a ubatch."""
-    if not has_gpus(machine):
-        return lambda n_ubatch: NO_NEEDS
-    n_heads_dim = hp.n_head * hp.head_dim
-    experts = (hp.n_expert, hp.n_expert_used, hp.n_ff_exp if hp.n_expert else hp.n_ff)
-    logits_bytes = 4 * N_LOGIT_ROWS * hp.n_vocab
-    return lambda n_ubatch: KernelNeeds(
-        wide_value_bytes=WIDE_VALUE_BYTES,
-        normed_value_bytes=2,
-        scratch_bytes=scratch_bytes(
-            n_ubatch, n_embd=hp.n_embd, n_heads_dim=n_heads_dim, n_kv_dim=hp.n_head_kv * hp.head_dim, experts=experts
-        )
-        + 4 * hp.n_scratch * n_ubatch,
-        head_bytes=logits_bytes + DENSE_PART_BYTES,
-        resident_bytes=DEFAULT_WEIGHT_BYTES if hp.n_expert else 0,
-    )
+    half = Precision(torch.bfloat16, torch.bfloat16)
+    return half if half.kv.itemsize == kv_value_bytes(machine) else Precision()
 
 
 def ops_for(devices: Devices) -> Callable[[Device], Ops]:

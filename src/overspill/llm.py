@@ -30,9 +30,10 @@ from overspill.engine.scheduler import PrefixReuse
 from overspill.errors import UserError
 from overspill.gguf import open_gguf
 from overspill.gguf.source import ModelSource
-from overspill.hardware import machine_for, needs_on, open_for, ops_for, precision_on, shape_for, widens_dense
+from overspill.hardware import machine_for, open_for, ops_for, precision_on
 from overspill.kernels import cpu
 from overspill.models.check import has_tokenizer, tokenizer_of, understand
+from overspill.needs import needs_on, shape_for, widens_dense
 from overspill.options import Options, options_from
 from overspill.pipeline.choose import choose
 from overspill.pipeline.memory import Memory, Sizes

@@ -28,8 +28,8 @@ from overspill.pipeline.reading import LoadMode
 from overspill.pipeline.residence import Residence
 from overspill.pipeline.runner import Runner
 from overspill.pipeline.schedule import Order, Policy, WaveSchedule
+from overspill.pipeline.slabs import WIDE_VALUE_BYTES, cut_slabs, slot_bytes_for
 from overspill.pipeline.split import Detour, Layout, Slab
-from overspill.pipeline.upload import WIDE_VALUE_BYTES, cut_slabs, slot_bytes_for
 from overspill.pipeline.wave import Ubatch, Wave
 from overspill.pipeline.weights import load
 from overspill.pipeline.work import Work

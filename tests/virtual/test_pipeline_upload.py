@@ -11,17 +11,8 @@ from overspill.device.backend import move_parts
 from overspill.device.cpu import CpuDevice
 from overspill.gguf.types import TensorType
 from overspill.kernels import ref
-from overspill.pipeline.upload import (
-    ALIGNMENT,
-    WIDE_VALUE_BYTES,
-    HostExperts,
-    HostPart,
-    cut_slabs,
-    slot_bytes_for,
-    staged,
-    upload_parts,
-    widened,
-)
+from overspill.pipeline.slabs import ALIGNMENT, WIDE_VALUE_BYTES, cut_slabs, slot_bytes_for
+from overspill.pipeline.upload import HostExperts, HostPart, staged, upload_parts, widened
 from overspill.quant.dequant import dequantize
 from overspill.quant.experts import NO_VECTORS, ExpertWeights
 from overspill.quant.qtensor import QTensor

@@ -15,7 +15,6 @@ from functools import cached_property
 from math import prod, sqrt
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from overspill.bench.families import Values
@@ -27,8 +26,6 @@ from overspill.gguf.types import TensorType
 from overspill.models.registry import architecture
 from overspill.models.specs.base import TensorSpec
 from overspill.placement.shape import Role, role_of
-from overspill.quant.dequant import dequantize
-from overspill.quant.qtensor import QTensor
 
 _TILE_BLOCKS = 1 << 16
 _SAMPLE_BLOCKS = 64
@@ -175,9 +172,16 @@ def _blocks(rng: np.random.Generator, type: TensorType, n_blocks: int, spread: f
     if type is _T.MXFP4:
         raw[:, 0] = 128 + round(np.log2(spread / 6.2))
         return raw
-    unit = _with_factor(raw[:_SAMPLE_BLOCKS].copy(), type, 1.0)
-    values = dequantize(QTensor(torch.from_numpy(unit), type, (len(unit), type.block.n_elements)))
-    return _with_factor(raw, type, spread / float(values.std()))
+    return _with_factor(raw, type, spread / _deviation(_with_factor(raw[:_SAMPLE_BLOCKS].copy(), type, 1.0), type))
+
+
+def _deviation(blocks: NDArray[np.uint8], type: TensorType) -> float:
+    import torch  # here: plans of a shape are made without it
+
+    from overspill.quant.dequant import dequantize
+    from overspill.quant.qtensor import QTensor
+
+    return float(dequantize(QTensor(torch.from_numpy(blocks), type, (len(blocks), type.block.n_elements))).std())
 
 
 def _float_blocks(rng: np.random.Generator, type: TensorType, n_blocks: int, spread: float) -> NDArray[np.uint8]:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from overspill.gguf.source import ModelSource
-from overspill.hardware import machine_for, needs_on, shape_for
 from overspill.models.check import understand
+from overspill.needs import needs_on, shape_for
 from overspill.options import options_from
 from overspill.pipeline.choose import Plan, choose
 from overspill.pipeline.simulate import WaveShape, grid
@@ -36,6 +36,8 @@ def make_plan(source: ModelSource, machine: Path | None, options: Mapping[str, A
     chosen = options_from(options)
     _, hparams, specs, source = understand(source)
     if machine is None:
+        from overspill.hardware import machine_for
+
         target = machine_for(chosen)
     else:
         target = Machine.from_json(machine).select(chosen.devices).capped(chosen.device_memory)

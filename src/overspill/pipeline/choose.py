@@ -19,8 +19,8 @@ from overspill.options import MIB, Options
 from overspill.pipeline.host_budget import with_host_buffers
 from overspill.pipeline.schedule import Order, Policy, WaveSchedule
 from overspill.pipeline.simulate import Prediction, WaveShape, predict
+from overspill.pipeline.slabs import cut_slabs
 from overspill.pipeline.split import Detour, Layout, Slab, detours
-from overspill.pipeline.upload import cut_slabs
 from overspill.placement.budget import NO_NEEDS, KernelNeeds
 from overspill.placement.machine import Machine
 from overspill.placement.plan import GIB, Placement, place

@@ -1,6 +1,6 @@
-"""Slabs: how a layer's host experts are cut for upload, and how a staged slab lies in its slot.
+"""How a staged slab goes up and lies in its slot, see `pipeline.slabs`.
 
-A slab is a range of experts of one layer. In the slot its gate, up and down parts stand one behind the other, each
+In the slot its gate, up and down parts stand one behind the other, each
 from an aligned offset; in host RAM each part is one contiguous range of the stacked tensor, so a whole slab is three
 copies, and a slab of selected experts three per run of neighbours.
 """
@@ -16,17 +16,9 @@ from numpy.typing import NDArray
 
 from overspill.device.base import Buffer, Part
 from overspill.gguf.types import TensorType
-from overspill.pipeline.split import Slab
+from overspill.pipeline.slabs import WIDE_VALUE_BYTES, align
 from overspill.quant.experts import ExpertVectors, ExpertWeights
 from overspill.quant.qtensor import QTensor
-
-ALIGNMENT = 64
-WIDE_VALUE_BYTES = 2
-
-
-def align(n_bytes: int) -> int:
-    """Round up to the alignment of parts in a slot."""
-    return -(-n_bytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,25 +63,6 @@ class HostExperts:
         """All experts where they are, for the CPU; every part must be on the host."""
         gate, up, down = (part.stacked(part.buffer.host_tensor, self.n_experts) for part in self.host_parts)
         return ExpertWeights(gate, up, down, vectors=self.vectors)
-
-
-def cut_slabs(
-    n_experts: int, expert_bytes: Sequence[int], slot_bytes: int, *, at_most: int | None = None
-) -> tuple[Slab, ...]:
-    """Consecutive ranges of experts, each of which fits in a slot; sizes differ by at most one expert.
-
-    expert_bytes: bytes of one expert's staged parts. slot_bytes must be at least `slot_bytes_for(.., 1)`.
-    at_most: experts in a slab, whatever the slot holds.
-    """
-    most = min(n_experts, at_most or n_experts, (slot_bytes - len(expert_bytes) * (ALIGNMENT - 1)) // sum(expert_bytes))
-    assert most > 0, "the plan gave a slot that holds no expert"
-    n_slabs = -(-n_experts // most)
-    return tuple(Slab(n_experts * i // n_slabs, n_experts * (i + 1) // n_slabs) for i in range(n_slabs))
-
-
-def slot_bytes_for(expert_bytes: Sequence[int], n_experts: int) -> int:
-    """Smallest slot in which `cut_slabs` puts `n_experts` experts at once."""
-    return n_experts * sum(expert_bytes) + len(expert_bytes) * (ALIGNMENT - 1)
 
 
 def upload_parts(experts: HostExperts, ids: Sequence[int]) -> list[Part]:

@@ -27,8 +27,9 @@ from overspill.pipeline.host_budget import LOAD_CHUNK_BYTES, load_chunk_bytes
 from overspill.pipeline.reading import LoadMode, ReadInto, TensorReader, reader_of, tensor_over
 from overspill.pipeline.residence import Bytes, Residence, lock, read_at_random, reserve_bytes
 from overspill.pipeline.ring import LoadRing, PinnedRing
+from overspill.pipeline.slabs import WIDE_VALUE_BYTES
 from overspill.pipeline.split import Layout
-from overspill.pipeline.upload import WIDE_VALUE_BYTES, HostExperts, HostPart
+from overspill.pipeline.upload import HostExperts, HostPart
 from overspill.placement.shape import TOKEN_EMBEDDING, Role, role_of
 from overspill.quant.dequant import dequantize
 from overspill.quant.experts import ExpertVectors

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from overspill.gguf.types import TensorType
-from overspill.kernels.gpu_memory import DENSE_PART_BYTES
+from overspill.gpu_memory import DENSE_PART_BYTES
 from overspill.kernels.triton import skinny
 from overspill.kernels.triton.dequant import dequantize_f32, dequantize_into, plain_view
 from overspill.kernels.triton.norm import rms_norm

@@ -10,7 +10,7 @@ from math import prod
 
 import torch
 
-from overspill.kernels.gpu_memory import DEFAULT_WEIGHT_BYTES, workspace_bytes
+from overspill.gpu_memory import DEFAULT_WEIGHT_BYTES, workspace_bytes
 
 __all__ = ["DEFAULT_WEIGHT_BYTES", "Workspace", "workspace_bytes"]
 

@@ -1,0 +1,67 @@
+"""What a model takes on a machine, and what the kernels there take beside it: numbers alone, no torch.
+
+So a plan can be made for a machine that one does not have, in a moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from overspill.gguf.source import ModelSource
+from overspill.gpu_memory import DEFAULT_WEIGHT_BYTES, DENSE_PART_BYTES, scratch_bytes
+from overspill.models.describe import dense_wide_bytes, model_shape
+from overspill.models.specs.base import HParams, TensorSpec
+from overspill.pipeline.slabs import WIDE_VALUE_BYTES
+from overspill.placement.budget import N_LOGIT_ROWS, NO_NEEDS, KernelNeeds
+from overspill.placement.machine import Machine
+from overspill.placement.shape import ModelShape
+
+_MADE_OF_THREADS = ("virtual:", "null:")
+_DENSE_SHARE = 0.2
+
+
+def has_gpus(machine: Machine) -> bool:
+    """Whether the accelerators are real; those of a described machine are."""
+    return any(not device.name.startswith(_MADE_OF_THREADS) for device in machine.devices)
+
+
+def kv_value_bytes(machine: Machine) -> int:
+    """Of a key or value in the cache: bfloat16 beside GPUs, float32 elsewhere."""
+    return 2 if has_gpus(machine) else 4
+
+
+def shape_for(machine: Machine, source: ModelSource, hparams: HParams, specs: Sequence[TensorSpec]) -> ModelShape:
+    """A model's sizes and costs as this machine would hold it."""
+    return model_shape(
+        source.name,
+        hparams,
+        specs,
+        source.tensors,
+        kv_value_bytes=kv_value_bytes(machine),
+        widens_dense=widens_dense(machine, source, specs),
+    )
+
+
+def widens_dense(machine: Machine, source: ModelSource, specs: Sequence[TensorSpec]) -> bool:
+    """Whether GPUs hold dense matrices in bfloat16: where these take a small part of their memory."""
+    n_bytes = dense_wide_bytes(specs, source.tensors)
+    return has_gpus(machine) and n_bytes <= _DENSE_SHARE * sum(device.free_bytes for device in machine.devices)
+
+
+def needs_on(machine: Machine, hp: HParams) -> Callable[[int], KernelNeeds]:
+    """What the accelerators' kernels take, by the size of a ubatch."""
+    if not has_gpus(machine):
+        return lambda n_ubatch: NO_NEEDS
+    n_heads_dim = hp.n_head * hp.head_dim
+    experts = (hp.n_expert, hp.n_expert_used, hp.n_ff_exp if hp.n_expert else hp.n_ff)
+    logits_bytes = 4 * N_LOGIT_ROWS * hp.n_vocab
+    return lambda n_ubatch: KernelNeeds(
+        wide_value_bytes=WIDE_VALUE_BYTES,
+        normed_value_bytes=2,
+        scratch_bytes=scratch_bytes(
+            n_ubatch, n_embd=hp.n_embd, n_heads_dim=n_heads_dim, n_kv_dim=hp.n_head_kv * hp.head_dim, experts=experts
+        )
+        + 4 * hp.n_scratch * n_ubatch,
+        head_bytes=logits_bytes + DENSE_PART_BYTES,
+        resident_bytes=DEFAULT_WEIGHT_BYTES if hp.n_expert else 0,
+    )
