@@ -24,7 +24,7 @@ from gpu_report import BF16, CUDA, error, normal, q8_0, random_weight
 
 from overspill.gguf.types import TensorType
 from overspill.kernels import Steps, ref
-from overspill.kernels.triton import few_experts, make_ops, norm, routing, skinny
+from overspill.kernels.triton import few_experts, launch, make_ops, norm, routing, skinny
 from overspill.kernels.triton.decode import DECODERS
 from overspill.kernels.triton.few_experts import Pairs, add_experts
 from overspill.kernels.triton.launch import Tuning
@@ -84,6 +84,15 @@ def graph_us(calls: Sequence[Callable[[], object]], n_calls: int) -> float:
         end.synchronize()
         times.append(1e3 * start.elapsed_time(end) / n_calls)
     return sorted(times[2:])[3]
+
+
+def replayed(call: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """What a call makes when it is recorded and replayed."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    graph.replay()
+    return out.clone()
 
 
 def copies_for(n_bytes: float) -> int:
@@ -365,11 +374,17 @@ def chain(lines: Lines, is_tuning: bool) -> None:
                     x, gain, layer[2], None, eps=EPS, n_used=K, gating=1, is_normalised=True, scale=1.0
                 )
                 ops.experts(normed, ids, mix, layer[3], Activation.SILU, x)
-            return ops.norm_linears(x, gain, EPS, [head])
+            return ops.norm_linears(x, gain, EPS, [head])[0]
 
-        us = graph_us([step], 1)
         n_bytes = n_layers * (2.0 * D * 2 * (q_dim + kv_dim) + 3 * K * F * D * 34 / 32) + 2.0 * V * D
-        lines.timed(f"step of {n_tokens} tokens", us, n_bytes, tokens_per_s=round(n_tokens * 1e6 / us, 1))
+        wanted = step()
+        for chain_from in (None, (9, 0)):
+            launch.CHAIN_FROM, usual = chain_from, launch.CHAIN_FROM
+            us = graph_us([step], 1)
+            same = all(torch.equal(replayed(step), wanted) for _ in range(3))
+            more = {"chained": chain_from is not None, "ok": same, "tokens_per_s": round(n_tokens * 1e6 / us, 1)}
+            lines.timed(f"step of {n_tokens} tokens", us, n_bytes, **more)
+            launch.CHAIN_FROM = usual
 
 
 SECTIONS: dict[str, Callable[[Lines, bool], None]] = {

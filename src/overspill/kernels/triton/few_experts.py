@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from overspill.kernels.triton.decode import DECODERS, table_of
-from overspill.kernels.triton.launch import Kernel, cdiv, power_of_two
+from overspill.kernels.triton.launch import Kernel, cdiv, follow, power_of_two
 from overspill.kernels.triton.norm import Gated
 from overspill.kernels.triton.rows import READERS, can_read
 from overspill.kernels.triton.tuning import EXPERT_DOWN, EXPERT_GATE_UP, MAX_EXPERT_TOKENS, RowTile, tile_of
@@ -39,7 +39,7 @@ def _half(
     """Rows of one expert's gate or up times x, `[ROWS]`."""
     zero = tl.zeros([1], tl.int32)
     src += slot.to(tl.int64) * STRIDE + first_row.to(tl.int64) * ROW_BYTES
-    y = READ(x, zero, None, 0.0, src, table, zero, there, D, 1, ROWS, WIDTH, ROUND, DECODE, N_PARTS, BLOCK_BYTES)
+    y = READ(x, zero, None, 0.0, src, table, zero, there, D, 1, ROWS, WIDTH, ROUND, DECODE, N_PARTS, BLOCK_BYTES, False)
     y = tl.reshape(y, [ROWS])
     if scale is not None:
         y *= tl.load(scale + expert)
@@ -57,9 +57,10 @@ def _gate_up(
     READ_U: tl.constexpr, DECODE_U: tl.constexpr, PARTS_U: tl.constexpr, BLOCK_U: tl.constexpr, ROW_U: tl.constexpr,
     STRIDE_U: tl.constexpr,
     ACTIVATE: tl.constexpr, LIMIT: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, D: tl.constexpr,
-    F: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, ROUND: tl.constexpr,
+    F: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, ROUND: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Program (pair, i): hidden values i ROWS ... of a pair; pairs of a token are written in ascending expert id."""
+    follow(IS_CHAINED)
     pair = tl.program_id(0)
     t = pair // K
     ranks = tl.arange(0, K_PAD)
@@ -96,9 +97,10 @@ def _down(
     hidden, down, table, slots, experts, weights, scale, bias, out,
     READ: tl.constexpr, DECODE: tl.constexpr, N_PARTS: tl.constexpr, BLOCK_BYTES: tl.constexpr,
     K: tl.constexpr, K_PAD: tl.constexpr, D: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    ROUND: tl.constexpr, OUT_STRIDE: tl.constexpr,
+    ROUND: tl.constexpr, OUT_STRIDE: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Program (t, i): values i ROWS ... of token t, from all its experts, which are sorted."""
+    follow(IS_CHAINED)
     t = tl.program_id(0).to(tl.int64)
     first_row = tl.program_id(1) * ROWS
     rows = tl.minimum(first_row + tl.arange(0, ROWS), D - 1)
@@ -111,7 +113,7 @@ def _down(
     at = (t * K + tl.minimum(ranks, K - 1)) * F
     y = READ(
         hidden, at, None, 0.0, down, table, base, rows - first_row, F, K_PAD, ROWS, WIDTH, ROUND, DECODE, N_PARTS,
-        BLOCK_BYTES
+        BLOCK_BYTES, False
     )  # fmt: skip
     if scale is not None:
         known = tl.load(experts + t * K + ranks, mask=ranks < K, other=0)
@@ -127,8 +129,8 @@ def _down(
     tl.store(out + t * OUT_STRIDE + rows, total, mask=first_row + tl.arange(0, ROWS) < D)
 
 
-_gate_up_kernel = Kernel(_gate_up)
-_down_kernel = Kernel(_down)
+_gate_up_kernel = Kernel(_gate_up, may_chain=True)
+_down_kernel = Kernel(_down, may_chain=True)
 
 
 class Pairs(NamedTuple):

@@ -8,14 +8,22 @@ Convention for the functions given here, which makes that combination cheap to n
 and run-time numbers first, constants (`tl.constexpr`) last, all passed by position; run-time integers are declared
 `do_not_specialize` and stay below 2^31, so that no length of a prompt ever compiles anything; whatever a model fixes
 (its widths) is a constant. In Triton's interpreter, the kernel simply runs.
+
+Chained kernels start while the one before them on the stream still runs (programmatic dependent launch), and wait for
+it in `follow`: before that they may only read what no kernel of the stream writes. So the gap between launches is spent
+on starting programs and on fetching weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -28,14 +36,28 @@ class Tuning(NamedTuple):
 
 
 _PLAIN = Tuning()
+CHAIN_FROM: tuple[int, int] | None = None
+"""Compute capability from which kernels are chained, at least 9.0; None: they are not."""
+
+
+@triton.jit
+def follow(IS_CHAINED: tl.constexpr):
+    """Lets the next kernel start, and waits for the one before; a chained kernel calls it once, in every program."""
+    if IS_CHAINED:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 class Kernel:
-    """One Triton function. is_exact: products and sums are rounded one by one, never fused."""
+    """One Triton function. is_exact: products and sums are rounded one by one, never fused.
 
-    def __init__(self, function: Callable[..., Any], *, is_exact: bool = False) -> None:
+    may_chain: the function calls `follow`, and its last parameter is the constant that this takes.
+    """
+
+    def __init__(self, function: Callable[..., Any], *, is_exact: bool = False, may_chain: bool = False) -> None:
         self._function: Any = function
         self._is_exact = is_exact
+        self._may_chain = may_chain
         self._is_compiled = isinstance(function, JITFunction)
         self._programs: dict[tuple[Any, ...], Any] = {}
 
@@ -46,15 +68,24 @@ class Kernel:
         if 0 in grid:
             return
         device = args[0].get_device()
+        if self._may_chain:
+            constants = (*constants, self._is_compiled and CHAIN_FROM is not None and _capability(device) >= CHAIN_FROM)
         key = (device, constants, tuning, *map(_variant, args))
         program = self._programs.get(key)
         if program is not None:
             _start(program, device, grid, args + constants)
             return
         options = {"num_warps": tuning.n_warps, "num_stages": tuning.n_stages, "enable_fp_fusion": not self._is_exact}
+        if self._may_chain and constants[-1]:
+            options["launch_pdl"] = True
         program = self._function[grid](*args, *constants, **options)
         if self._is_compiled:
             self._programs[key] = program
+
+
+@cache
+def _capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def cdiv(n: int, d: int) -> int:

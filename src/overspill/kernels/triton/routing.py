@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from overspill.kernels.triton.launch import Kernel, Tuning, cdiv, power_of_two
+from overspill.kernels.triton.launch import Kernel, Tuning, cdiv, follow, power_of_two
 from overspill.kernels.triton.rows import norm_factor, plain_rows
 from overspill.kernels.triton.tuning import MAX_TOKENS, ROUTER, RowTile
 
@@ -78,8 +78,9 @@ def _choose(
 def _pick(
     logits, bias, ids, mix, n_rows, scale,
     E: tl.constexpr, K: tl.constexpr, GATING: tl.constexpr, IS_NORMALISED: tl.constexpr, K_PAD: tl.constexpr,
-    BLOCK_E: tl.constexpr, R: tl.constexpr,
+    BLOCK_E: tl.constexpr, R: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
+    follow(IS_CHAINED)
     rows = tl.program_id(0) * R + tl.arange(0, R)
     cols = tl.arange(0, BLOCK_E)
     mask = (rows < n_rows)[:, None] & (cols < E)[None, :]
@@ -123,7 +124,7 @@ def _route(
 @triton.jit
 def _logits(
     x, gain, router, normed, logits, eps,
-    E: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    E: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Program (i, t): logits of experts i ROWS ... for token t; the first of a token writes its normed values too."""
     first = tl.program_id(0) * ROWS
@@ -133,7 +134,8 @@ def _logits(
     zero = tl.zeros([1], tl.int32)
     experts = first + r
     there = tl.minimum(experts, E - 1)
-    sums = plain_rows(x, zero, gain, eps, router, None, zero, there, D, 1, ROWS, WIDTH, tl.float32, tl.float32, 1, 64)
+    sums = plain_rows(x, zero, gain, eps, router, None, zero, there, D, 1, ROWS, WIDTH, tl.float32, tl.float32, 1, 64,
+                      IS_CHAINED)  # fmt: skip
     tl.store(logits + t * E + experts, tl.reshape(sums, [ROWS]), mask=experts < E)
     if first == 0:
         factor = norm_factor(x, eps, D, WIDTH)
@@ -143,8 +145,8 @@ def _logits(
             tl.store(normed + t * D + d, values.to(normed.dtype.element_ty), mask=d < D)
 
 
-_logits_kernel = Kernel(_logits)
-_pick_kernel = Kernel(_pick)
+_logits_kernel = Kernel(_logits, may_chain=True)
+_pick_kernel = Kernel(_pick, may_chain=True)
 _route_kernel = Kernel(_route)
 
 

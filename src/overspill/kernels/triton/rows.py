@@ -8,6 +8,7 @@ experts of a token where each of them has its own input.
 x + at: where the vectors begin, at `[P]`. base: first row of each run, counted from `src`, `[P]`; int64 where offsets
 of values do not fit 32 bits. r: `[ROWS]`, rows within a run. gain: of an RMS norm of x, then P is 1; None: no norm.
 Values of x are rounded to `ROUND` first, weights not at all. Sums are float32, in an order that only constants decide.
+IS_CHAINED: to `follow` the kernel before, which may have written x but not the weights, so these are fetched first.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import triton.language as tl
 
 from overspill.gguf.types import TensorType
 from overspill.kernels.triton.decode import DECODERS, GROUP
+from overspill.kernels.triton.launch import follow
 from overspill.quant.qtensor import QTensor
 
 _UNROLL = tl.constexpr(4)
@@ -49,12 +51,13 @@ def _inputs(x, gain, factor, cols, is_col, ROUND: tl.constexpr):
 def plain_rows(
     x, at, gain, eps, src, table, base, r,
     K: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, ROUND: tl.constexpr,
-    DECODE: tl.constexpr, N_PARTS: tl.constexpr, BLOCK_BYTES: tl.constexpr,
+    DECODE: tl.constexpr, N_PARTS: tl.constexpr, BLOCK_BYTES: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Numbers that need no decoding; DECODE: their dtype. The next tile is on its way while one is multiplied."""
     cols = tl.arange(0, WIDTH)[None, None, :]
     src = src.to(tl.pointer_type(DECODE)) + ((base * K)[:, None] + (r * K)[None, :])[:, :, None]
     tile = tl.load(src + cols, mask=cols < K, other=0.0)
+    follow(IS_CHAINED)
     factor = 1.0
     if gain is not None:
         factor = norm_factor(x, eps, K, WIDTH)
@@ -71,7 +74,7 @@ def plain_rows(
 def _q8_0_rows(
     x, at, gain, eps, src, table, base, r,
     K: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, ROUND: tl.constexpr,
-    DECODE: tl.constexpr, N_PARTS: tl.constexpr, BLOCK_BYTES: tl.constexpr,
+    DECODE: tl.constexpr, N_PARTS: tl.constexpr, BLOCK_BYTES: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Blocks of 34 bytes, as words that 8 neighbouring threads share; a thread scales the sum of its 4 values.
 
@@ -80,6 +83,7 @@ def _q8_0_rows(
     """
     n_blocks: tl.constexpr = K // 32
     N: tl.constexpr = WIDTH // 32
+    follow(IS_CHAINED)
     factor = 1.0
     if gain is not None:
         factor = norm_factor(x, eps, K, WIDTH)
@@ -109,11 +113,12 @@ def _q8_0_rows(
 def _decoded_rows(
     x, at, gain, eps, src, table, base, r,
     K: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, ROUND: tl.constexpr,
-    DECODE: tl.constexpr, N_PARTS: tl.constexpr, BLOCK_BYTES: tl.constexpr,
+    DECODE: tl.constexpr, N_PARTS: tl.constexpr, BLOCK_BYTES: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Any type that `decode` knows."""
     n_groups: tl.constexpr = K // 16
     N: tl.constexpr = WIDTH // 16
+    follow(IS_CHAINED)
     factor = 1.0
     if gain is not None:
         factor = norm_factor(x, eps, K, WIDTH)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from overspill.kernels.triton.decode import DECODERS, table_of
-from overspill.kernels.triton.launch import Kernel, cdiv, power_of_two
+from overspill.kernels.triton.launch import Kernel, cdiv, follow, power_of_two
 from overspill.kernels.triton.norm import Gated
 from overspill.kernels.triton.rows import READERS, can_read
 from overspill.kernels.triton.tuning import MAX_TOKENS, SEVERAL, TOKEN, RowTile, tile_of
@@ -52,7 +52,7 @@ def _token(
     x, gain, a, b, c, table, y, out, eps,
     READ: tl.constexpr, DECODE: tl.constexpr, N_PARTS: tl.constexpr, BLOCK_BYTES: tl.constexpr, K: tl.constexpr,
     ROW_BYTES: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr, ROUND: tl.constexpr,
+    WIDTH: tl.constexpr, ROUND: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One token."""
     src, first_row, n_rows, first = _pick(tl.program_id(0), a, b, c, A, B, C, ROWS)
@@ -60,7 +60,9 @@ def _token(
     zero = tl.zeros([1], tl.int32)
     src += first_row.to(tl.int64) * ROW_BYTES
     there = tl.minimum(r, n_rows - first_row - 1)
-    sums = READ(x, zero, gain, eps, src, table, zero, there, K, 1, ROWS, WIDTH, ROUND, DECODE, N_PARTS, BLOCK_BYTES)
+    sums = READ(
+        x, zero, gain, eps, src, table, zero, there, K, 1, ROWS, WIDTH, ROUND, DECODE, N_PARTS, BLOCK_BYTES, IS_CHAINED
+    )
     sums = tl.reshape(sums, [ROWS])
     rows = first_row + r
     mask = rows < n_rows
@@ -74,7 +76,7 @@ def _gated_token(
     x, gain, gate, up, table, out, eps,
     READ: tl.constexpr, DECODE: tl.constexpr, N_PARTS: tl.constexpr, BLOCK_BYTES: tl.constexpr, K: tl.constexpr,
     ROW_BYTES: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, ROUND: tl.constexpr,
-    ACTIVATE: tl.constexpr, LIMIT: tl.constexpr,
+    ACTIVATE: tl.constexpr, LIMIT: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """The first half of a gated feed-forward for one token."""
     first_row = tl.program_id(0) * ROWS
@@ -82,8 +84,13 @@ def _gated_token(
     zero = tl.zeros([1], tl.int32)
     there = tl.minimum(r, N - first_row - 1)
     at = first_row.to(tl.int64) * ROW_BYTES
-    g = READ(x, zero, gain, eps, gate + at, table, zero, there, K, 1, ROWS, WIDTH, ROUND, DECODE, N_PARTS, BLOCK_BYTES)
-    u = READ(x, zero, gain, eps, up + at, table, zero, there, K, 1, ROWS, WIDTH, ROUND, DECODE, N_PARTS, BLOCK_BYTES)
+    g = READ(
+        x, zero, gain, eps, gate + at, table, zero, there, K, 1, ROWS, WIDTH, ROUND, DECODE, N_PARTS, BLOCK_BYTES,
+        IS_CHAINED
+    )  # fmt: skip
+    u = READ(
+        x, zero, gain, eps, up + at, table, zero, there, K, 1, ROWS, WIDTH, ROUND, DECODE, N_PARTS, BLOCK_BYTES, False
+    )
     values = tl.reshape(ACTIVATE(g, u, LIMIT), [ROWS])
     tl.store(out + first_row + r, values.to(out.dtype.element_ty), mask=first_row + r < N)
 
@@ -114,9 +121,10 @@ def _several(
     x, a, b, c, table, y, out, n_tokens,
     TILE: tl.constexpr, DECODE: tl.constexpr, N_PARTS: tl.constexpr, K: tl.constexpr, ROW_BYTES: tl.constexpr,
     A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, ROUND: tl.constexpr,
-    M: tl.constexpr,
+    M: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Up to M tokens."""
+    follow(IS_CHAINED)
     src, first_row, n_rows, first_col = _pick(tl.program_id(0), a, b, c, A, B, C, ROWS)
     src += first_row.to(tl.int64) * ROW_BYTES
     r = tl.arange(0, ROWS)
@@ -138,9 +146,9 @@ def _several(
     tl.store(out + at, total, mask=mask)
 
 
-_token_kernel = Kernel(_token)
-_gated_kernel = Kernel(_gated_token)
-_several_kernel = Kernel(_several)
+_token_kernel = Kernel(_token, may_chain=True)
+_gated_kernel = Kernel(_gated_token, may_chain=True)
+_several_kernel = Kernel(_several, may_chain=True)
 
 
 class Norm(NamedTuple):

@@ -14,7 +14,7 @@ import triton.language as tl
 from overspill.kernels import Steps
 from overspill.kernels.triton.flash import LOG2E, cut_channels, fold
 from overspill.kernels.triton.heads import Angles, HeadGains, move
-from overspill.kernels.triton.launch import Kernel, Tuning, power_of_two
+from overspill.kernels.triton.launch import Kernel, Tuning, follow, power_of_two
 
 _N_PROGRAMS = 264
 _MAX_SPLITS = 64
@@ -27,9 +27,10 @@ def _prepare(
     A: tl.constexpr, N_ROT: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
     H: tl.constexpr, G: tl.constexpr, B: tl.constexpr, V_REST: tl.constexpr, Q_STRIDE: tl.constexpr,
     K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, K_SLOT: tl.constexpr, K_HEAD: tl.constexpr, K_CELL: tl.constexpr,
-    V_SLOT: tl.constexpr, V_HEAD: tl.constexpr, V_CELL: tl.constexpr,
+    V_SLOT: tl.constexpr, V_HEAD: tl.constexpr, V_CELL: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Heads 0 .. H of q go to q_out, the next G are k and the last G v: they go to their token's cell."""
+    follow(IS_CHAINED)
     head = tl.program_id(1)
     tokens = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     is_there = tokens >= 0
@@ -56,9 +57,10 @@ def _attend(
     R: tl.constexpr, A: tl.constexpr, A1: tl.constexpr, A2: tl.constexpr, B: tl.constexpr, B1: tl.constexpr,
     G: tl.constexpr, K_SLOT: tl.constexpr, K_HEAD: tl.constexpr, K_CELL: tl.constexpr, V_SLOT: tl.constexpr,
     V_HEAD: tl.constexpr, V_CELL: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_CHUNK: tl.constexpr, SPLITS: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Program (token, kv head, split): its share of the token's cells, for the R query heads of the kv head."""
+    follow(IS_CHAINED)
     t = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
@@ -102,8 +104,12 @@ def _attend(
 
 
 @triton.jit
-def _merge(parts, lse, out, sinks, H: tl.constexpr, B: tl.constexpr, B1: tl.constexpr, SPLITS: tl.constexpr):
+def _merge(
+    parts, lse, out, sinks,
+    H: tl.constexpr, B: tl.constexpr, B1: tl.constexpr, SPLITS: tl.constexpr, IS_CHAINED: tl.constexpr,
+):  # fmt: skip
     """Program (token, head): the sum of its parts, weighed by the exponentials they stand for (base 2)."""
+    follow(IS_CHAINED)
     h = tl.program_id(1)
     row = tl.program_id(0).to(tl.int64) * H + h
     splits = tl.arange(0, SPLITS)
@@ -122,9 +128,9 @@ def _merge(parts, lse, out, sinks, H: tl.constexpr, B: tl.constexpr, B1: tl.cons
     tl.store(out + row * B + b, total.to(out.dtype.element_ty), mask=b < B)
 
 
-_prepare_kernel = Kernel(_prepare)
-_attend_kernel = Kernel(_attend)
-_merge_kernel = Kernel(_merge)
+_prepare_kernel = Kernel(_prepare, may_chain=True)
+_attend_kernel = Kernel(_attend, may_chain=True)
+_merge_kernel = Kernel(_merge, may_chain=True)
 
 
 def prepare_steps(
