@@ -82,7 +82,8 @@ class LLM:
         machine = machine_for(self.options)
         precision = precision_on(machine)
         shape = shape_for(machine, self.source, self.hparams, specs)
-        self.plan = choose(shape, machine, self.options, needs_on(machine, self.hparams))
+        needs = needs_on(machine, self.hparams)
+        self.plan = choose(shape, machine, self.options, needs)
         _tell_lower_context(self.options, self.plan.placement.n_ctx, self.hparams.n_ctx_train)
         done = _counter(progress, sum(self.source.tensors[spec.name].n_bytes for spec in specs))
         with ExitStack() as on_failure:
@@ -92,7 +93,12 @@ class LLM:
             placed, host = self.plan.placement, layout.host
             ops_of = ops_for(self.devices)
             self.sizes = Sizes.of_plan(
-                placed.n_ubatch, placed.n_wave, self.options.n_parallel, placed.n_ctx, self.options.n_states
+                placed.n_ubatch,
+                placed.n_wave,
+                self.options.n_parallel,
+                placed.n_ctx,
+                self.options.n_states,
+                needs(placed.n_ubatch).n_trials,
             )
             memory = Memory(self.devices, layout, self.hparams, self.sizes, placed.staging, precision)
             loaded = load(

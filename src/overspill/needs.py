@@ -64,4 +64,5 @@ def needs_on(machine: Machine, hp: HParams) -> Callable[[int], KernelNeeds]:
         + 4 * hp.n_scratch * n_ubatch,
         head_bytes=logits_bytes + DENSE_PART_BYTES,
         resident_bytes=DEFAULT_WEIGHT_BYTES if hp.n_expert else 0,
+        n_trials=1,
     )

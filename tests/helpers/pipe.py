@@ -19,7 +19,7 @@ from overspill.device.hazard import Entry
 from overspill.device.null import NullBackend, NullDevice, NullHost, NullLog
 from overspill.device.virtual import VirtualStream
 from overspill.gguf.source import ModelSource
-from overspill.kernels import ref
+from overspill.kernels import Ops, ref
 from overspill.models.check import understand
 from overspill.models.specs.base import HParams
 from overspill.pipeline import weights
@@ -30,6 +30,7 @@ from overspill.pipeline.runner import Runner
 from overspill.pipeline.schedule import Order, Policy, WaveSchedule
 from overspill.pipeline.slabs import WIDE_VALUE_BYTES, cut_slabs, slot_bytes_for
 from overspill.pipeline.split import Detour, Layout, Slab
+from overspill.pipeline.steps import StepRunner, StepWork
 from overspill.pipeline.wave import Ubatch, Wave
 from overspill.pipeline.weights import load
 from overspill.pipeline.work import Work
@@ -213,8 +214,13 @@ def pipe(
     detour: Detour = DIRECT,
     waits_on_host: bool = False,
     mode: LoadMode = LoadMode.AUTO,
+    ops: Ops = OPS,
+    n_trials: int = 0,
 ) -> Iterator[Pipe]:
-    """Open devices (or take those given), reserve, load; close at the end."""
+    """Open devices (or take those given), reserve, load; close at the end. ops: of accelerators.
+
+    n_trials: 1 lets steps be recorded.
+    """
     arch, hp, specs, source = understand(source)
     layout, slot_bytes = make_layout(source, hp.n_layer, hp.n_expert, shape)
     layout = replace(layout, detour=detour)
@@ -224,7 +230,7 @@ def pipe(
             devices,
             layout,
             hp,
-            Sizes(n_ubatch, n_ubatches, n_slots, n_cells, n_states),
+            Sizes(n_ubatch, n_ubatches, n_slots, n_cells, n_states, n_trials),
             staging_plans(slot_bytes, hp, shape),
         )
         with patch.object(weights, "_RING_BYTES", _RING_BYTES), rare_delays(0, share=0.0):
@@ -235,12 +241,18 @@ def pipe(
                 hp,
                 layout,
                 devices,
-                lambda device: OPS,
+                lambda device: OPS if device.is_host else ops,
                 is_on_host=shape.is_on_host,
                 mode=mode,
             )
         work = Work(loaded.model, layout, memory, loaded.host_experts, OPS, loaded.rings)
-        runner = Runner(devices, layout, memory, work, max_in_flight=max_in_flight, waits_on_host=waits_on_host)
+        steps = None
+        if n_trials:
+            step_work = StepWork(loaded.model, layout, memory, loaded.host_experts, OPS, loaded.rings)
+            steps = StepRunner(devices, layout, memory, step_work, lambda device: ops)
+        runner = Runner(
+            devices, layout, memory, work, max_in_flight=max_in_flight, waits_on_host=waits_on_host, steps=steps
+        )
         n_bytes = sum(experts.n_bytes for experts in loaded.host_experts.values())
         for device in devices.all:
             device.reset_counters()

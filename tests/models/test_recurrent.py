@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from overspill.cache.cells import Segment, StateRows
+from overspill.kernels import ref
+from overspill.models.base import UbatchView
 from overspill.models.recurrent import (
     PER_CHANNEL,
     PER_HEAD,
@@ -109,7 +111,7 @@ def test_convolution_looks_back_before_the_first_token(n: int) -> None:
 
 # --- sequences in a ubatch
 
-PARAMS = DeltaParams(n_heads=4, n_key_heads=2, head_dim=6, n_taps=4)
+PARAMS = DeltaParams(n_heads=4, n_key_heads=2, head_dim=6, n_taps=4, n_adjacent=2)
 N = 40
 
 
@@ -122,9 +124,12 @@ def inputs(seed: int, n: int = N) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 def mixed(segments: list[Segment], rows: tuple[torch.Tensor, ...], kept: list[torch.Tensor]) -> torch.Tensor:
     taps = torch.randn(PARAMS.n_channels, PARAMS.n_taps, generator=torch.Generator().manual_seed(3))
     qkv, g, beta = (x.contiguous() for x in rows)
-    return mix_tokens(
-        PARAMS, segments, (qkv, g, beta), kept, taps, PER_HEAD, eps=1e-6, spread=lambda x: x.repeat_interleave(2, -2)
-    )
+    return mix_tokens(ref.OPS, PARAMS, view_of(segments), (qkv, g, beta), kept, taps, PER_HEAD, eps=1e-6)
+
+
+def view_of(segments: list[Segment]) -> UbatchView:
+    """The delta rule asks for segments alone."""
+    return UbatchView(tuple(segments), torch.empty(0), torch.empty(0))
 
 
 def new_states(n_rows: int) -> list[torch.Tensor]:
@@ -193,6 +198,6 @@ def test_inputs_and_states_that_are_read_are_not_changed() -> None:
 def test_outputs_keep_the_order_of_rows() -> None:
     segments = [Segment(0, 0, 1), Segment(1, 0, 1), Segment(2, 0, 3), Segment(3, 0, 1)]
     x = torch.arange(6.0)[:, None]
-    y = run_segments(segments, [x], [torch.zeros(4, 1)], lambda rows, states: (rows[0] * 10, states))
+    y = run_segments(view_of(segments), [x], [torch.zeros(4, 1)], lambda rows, states: (rows[0] * 10, states))
     assert torch.equal(y, x * 10)
     assert replace(segments[0]).states == StateRows(0, 0)

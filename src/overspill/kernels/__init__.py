@@ -70,6 +70,37 @@ class Steps(NamedTuple):
     positions: torch.Tensor
 
 
+class StateSteps(NamedTuple):
+    """Rows of the states before and after each token of such a ubatch: int32 `[T]`, on the device."""
+
+    before: torch.Tensor
+    after: torch.Tensor
+
+
+class DeltaSteps(Protocol):
+    """Convolution and delta rule (see `models.recurrent`) for steps: token t goes on from the states in row
+    `before[t]`, and leaves those after it in row `after[t]`.
+
+    qkv: `[T, C]`, the channels of G query heads, as many key heads and H value heads of K channels each. g: float32
+    `[T, H, 1]` or `[T, H, K]`; beta: float32 `[T, H, 1]`. kept: inputs of the convolution `[R, J - 1, C]` and states
+    `[R, H, K, K]`. taps: `[C, J]`. n_adjacent: so many value heads that follow each other share a key head. eps: of the
+    lengths of queries and keys. Returns float32 `[T, H, K]`.
+    """
+
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        kept: tuple[torch.Tensor, torch.Tensor],
+        taps: torch.Tensor,
+        rows: StateSteps,
+        *,
+        n_adjacent: int,
+        eps: float,
+    ) -> torch.Tensor: ...
+
+
 class PrepareSteps(Protocol):
     """`PrepareHeads` for steps: token t belongs in cell `positions[t]` of slot `slots[t]`.
 
@@ -176,8 +207,8 @@ class Ops:
     add_linear: `y [T, N]`, `x [T, K]`, weight `[N, K]` -> y + x W^T; None likewise. linears: `linear` of one x with
     several weights, each result with rows of any stride; None likewise. norm_linears: `linears` of `rms_norm(x [T, K],
     gain [K], eps)`, with the weights last; None likewise.
-    prepare_steps, attend_steps, mail: attention whose positions lie on the device, and the way from one device to
-    another, for work that is recorded; None where nothing is.
+    prepare_steps, attend_steps, delta_steps, mail: attention and delta rule whose positions lie on the device, and the
+    way from one device to another, for work that is recorded; None where nothing is.
     scratch: memory that launched work may still refer to when it is replayed.
     normed_dtype, kv_dtype: what `rms_norm` gives, and what the KV cache holds.
     rope: `x [T, H, A]`, cos and sin `[T, n_rot / 2]` -> rotated in the split-halves (NEOX) or interleaved pairing.
@@ -201,6 +232,7 @@ class Ops:
     norm_linears: Callable[[torch.Tensor, torch.Tensor, float, Sequence[QTensor]], list[torch.Tensor]] | None = None
     prepare_steps: PrepareSteps | None = None
     attend_steps: AttendSteps | None = None
+    delta_steps: DeltaSteps | None = None
     mail: Mail | None = None
     scratch: Callable[[], Sequence[torch.Tensor]] = list
     normed_dtype: torch.dtype = torch.float32

@@ -24,7 +24,7 @@ import torch
 
 from overspill.cache.cells import Segment
 from overspill.cache.kv import KvCache
-from overspill.kernels import Ops, Steps
+from overspill.kernels import Ops, StateSteps, Steps
 from overspill.models.rope import Rope
 from overspill.models.specs.base import HParams, TensorSpec
 from overspill.quant.experts import ExpertVectors, ExpertWeights
@@ -88,8 +88,8 @@ class UbatchView:
     """What attention must know of a ubatch on one device.
 
     segments: in row order. positions, ids: of each row, and its token, int32 `[T]`. turned: cos and sin that layers
-    have computed so far, by what `Rope` calls them; layers that rotate alike share them. steps: set where the work is
-    recorded; then nothing may depend on the segments.
+    have computed so far, by what `Rope` calls them; layers that rotate alike share them. steps, state_rows: set where
+    the work is recorded; then nothing may depend on the segments.
     """
 
     segments: tuple[Segment, ...]
@@ -97,6 +97,7 @@ class UbatchView:
     ids: torch.Tensor
     turned: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     steps: Steps | None = None
+    state_rows: StateSteps | None = None
 
     def angles(self, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin `[T, n_rot / 2]` of the rows."""

@@ -47,6 +47,6 @@ class Model(deepseek2.Model):
         assert dt is not None
         step = F.softplus(decay.float() + dt).unflatten(-1, (hp.delta.n_heads, -1))
         g, beta = step * block.values("ssm_a")[:, None], torch.sigmoid(beta.float())[..., None]
-        y = mix_tokens(hp.delta, view.segments, (qkv, g, beta), cache.state, taps, PER_CHANNEL, eps=hp.rms_eps)
+        y = mix_tokens(block.ops, hp.delta, view, (qkv, g, beta), cache.state, taps, PER_CHANNEL, eps=hp.rms_eps)
         y = block.ops.rms_norm(y, block.vector("ssm_norm"), hp.rms_eps).flatten(1)
         return y * torch.sigmoid(gate)

@@ -64,9 +64,7 @@ class Model(Transformer):
         assert dt is not None
         g = block.values("ssm_a") * F.softplus(a + dt)
         taps, inputs = dequantize(block.matrix("ssm_conv1d")), (qkv.float(), g[..., None], torch.sigmoid(b)[..., None])
-        y = mix_tokens(
-            hp.delta, view.segments, inputs, cache.state[:2], taps, PER_HEAD, eps=hp.rms_eps, spread=self.spread
-        )
+        y = mix_tokens(block.ops, hp.delta, view, inputs, cache.state[:2], taps, PER_HEAD, eps=hp.rms_eps)
         y = block.ops.rms_norm(y, block.vector("ssm_norm"), hp.rms_eps).flatten(1)
         return self.gate_delta(block, z, y)
 
@@ -80,8 +78,3 @@ class Model(Transformer):
         both = linear(block, "ssm_ba", normed).float().view(len(normed), hp.n_key_heads, 2, -1)
         b, a = both.unbind(2)
         return a.flatten(1), b.flatten(1)
-
-    def spread(self, x: torch.Tensor) -> torch.Tensor:
-        """Hook: key heads `[..., G, K]` -> value heads; neighbours share a key head."""
-        hp = self._hybrid.delta
-        return x.repeat_interleave(hp.n_heads // hp.n_key_heads, -2)

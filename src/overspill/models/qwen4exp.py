@@ -85,7 +85,7 @@ class Model(StreamModel, qwen35.Model):
             return F.silu(y), (seen[:, T:],)
 
         X += gated
-        X += run_segments(view.segments, (inputs,), cache.state[-1:], step).view_as(X)
+        X += run_segments(view, (inputs,), cache.state[-1:], step).view_as(X)
 
     # --- attention
 

@@ -21,8 +21,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from overspill.cache.cells import Segment
 from overspill.cache.recurrent import put_states, runs, states_before
+from overspill.kernels import Ops, StateSteps
+from overspill.models.base import UbatchView
 from overspill.models.specs.recurrent import DeltaParams
 
 Step = Callable[[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]], tuple[torch.Tensor, tuple[torch.Tensor, ...]]]
@@ -30,14 +31,16 @@ Step = Callable[[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]], tuple[torc
 
 
 def run_segments(
-    segments: Sequence[Segment], inputs: Sequence[torch.Tensor], kept: Sequence[torch.Tensor], step: Step
+    view: UbatchView, inputs: Sequence[torch.Tensor], kept: Sequence[torch.Tensor], step: Step
 ) -> torch.Tensor:
     """Take the states of all sequences of a ubatch on, and return the outputs `[T, ...]` of its rows.
 
     inputs: `[T, ...]` each, contiguous. kept: the state tensors of the layer.
     """
+    if view.state_rows is not None:
+        return _run_steps(view.state_rows, inputs, kept, step)
     outputs, row = [], 0
-    for run in runs(segments):
+    for run in runs(view.segments):
         B, n = len(run), run[0].n_tokens
         rows = tuple(x[row : row + B * n].unflatten(0, (B, n)) for x in inputs)
         y, after = step(rows, tuple(states_before(tensor, run) for tensor in kept))
@@ -46,6 +49,16 @@ def run_segments(
         outputs.append(y.flatten(0, 1))
         row += B * n
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _run_steps(
+    rows: StateSteps, inputs: Sequence[torch.Tensor], kept: Sequence[torch.Tensor], step: Step
+) -> torch.Tensor:
+    """A token of each of several sequences, none of them the first."""
+    y, after = step(tuple(x[:, None] for x in inputs), tuple(tensor.index_select(0, rows.before) for tensor in kept))
+    for tensor, states in zip(kept, after, strict=True):
+        tensor.index_copy_(0, rows.after.long(), states)
+    return y.flatten(0, 1)
 
 
 def causal_conv(
@@ -109,21 +122,24 @@ PER_CHANNEL = Decay(_channel_products, 16)
 
 
 def mix_tokens(
+    ops: Ops,
     params: DeltaParams,
-    segments: Sequence[Segment],
+    view: UbatchView,
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     kept: Sequence[torch.Tensor],
     taps_CJ: torch.Tensor,
     decay: Decay,
     *,
     eps: float,
-    spread: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
 ) -> torch.Tensor:
     """Convolution and delta rule over a ubatch, `[T, H, V]`.
 
     inputs: products [q | k | v] `[T, C]`; g and beta, `[T, H, *]` as in `Tokens`. kept: inputs of the convolution, and
-    states. eps: of the lengths of q and k. spread: from key heads `[..., G, K]` to those of values.
+    states. eps: of the lengths of q and k.
     """
+    if view.state_rows is not None and ops.delta_steps is not None:
+        conv, states = kept
+        return ops.delta_steps(*inputs, (conv, states), taps_CJ, view.state_rows, n_adjacent=params.n_adjacent, eps=eps)
 
     def step(
         rows: tuple[torch.Tensor, ...], states: tuple[torch.Tensor, ...]
@@ -131,11 +147,17 @@ def mix_tokens(
         mixed, before = causal_conv(rows[0], states[0], taps_CJ)
         parts = mixed.split([params.key_dim, params.key_dim, params.value_dim], -1)
         q, k, v = (x.unflatten(-1, (-1, params.head_dim)) for x in parts)
-        q, k = spread(unit_heads(q, eps) * params.head_dim**-0.5), spread(unit_heads(k, eps))
+        q, k = (_spread(x, params) for x in (unit_heads(q, eps) * params.head_dim**-0.5, unit_heads(k, eps)))
         y, state = delta_rule(Tokens(q, k, v, *rows[1:]), states[1], decay)
         return y, (before, state)
 
-    return run_segments(segments, inputs, kept, step)
+    return run_segments(view, inputs, kept, step)
+
+
+def _spread(x: torch.Tensor, params: DeltaParams) -> torch.Tensor:
+    """Key heads `[..., G, K]` -> value heads `[..., H, K]`."""
+    shape = (*x.shape[:-2], params.n_heads // params.n_key_heads // params.n_adjacent, params.n_key_heads)
+    return x[..., None, :, None, :].expand(*shape, params.n_adjacent, -1).flatten(-4, -2)
 
 
 def delta_rule(tokens: Tokens, state_BHKV: torch.Tensor, decay: Decay) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,7 +22,8 @@ from overspill.placement.budget import N_LOGIT_BUFFERS, N_LOGIT_ROWS, StagingPla
 class Sizes:
     """Worst cases of a run. n_ubatches: ubatches a wave can hold. n_slots: sequences. n_cells: cells of each.
 
-    n_states: states of each, the one at its end included, in models that have states.
+    n_states: states of each, the one at its end included, in models that have states. n_trials: rows beside them, that
+    nobody reads.
     """
 
     n_ubatch: int
@@ -30,11 +31,14 @@ class Sizes:
     n_slots: int
     n_cells: int
     n_states: int = 1
+    n_trials: int = 0
 
     @classmethod
-    def of_plan(cls, n_ubatch: int, n_wave: int, n_slots: int, n_ctx: int, n_states: int = 1) -> Sizes:
+    def of_plan(
+        cls, n_ubatch: int, n_wave: int, n_slots: int, n_ctx: int, n_states: int = 1, n_trials: int = 0
+    ) -> Sizes:
         """From a plan's numbers; `n_ctx` cells are shared out evenly over the slots."""
-        return cls(n_ubatch, -(-n_wave // n_ubatch), n_slots, n_ctx // n_slots, n_states)
+        return cls(n_ubatch, -(-n_wave // n_ubatch), n_slots, n_ctx // n_slots, n_states, n_trials)
 
     @property
     def n_logits_rows(self) -> int:
@@ -85,6 +89,11 @@ class Memory:
             self._add_tiles(source, target)
         self._add_host(layout)
 
+    @property
+    def trial_row(self) -> int:
+        """A row of states that may be written at any time."""
+        return self.sizes.n_slots * self.sizes.n_states
+
     def __getitem__(self, resource: Resource) -> tuple[Buffer, ...]:
         return self._buffers[resource]
 
@@ -124,7 +133,7 @@ class Memory:
         ]
         states = [
             self._new(i_device, shape, torch.float32, MemoryKind.KV, f"state{i}.{i_layer}")
-            for i, shape in enumerate(kept.state_shapes(sizes.n_slots * sizes.n_states))
+            for i, shape in enumerate(kept.state_shapes(sizes.n_slots * sizes.n_states + sizes.n_trials))
         ]
         self._buffers["kv", i_layer] = (*cells, *states)
 

@@ -115,14 +115,14 @@ class Runner:
         started = time.perf_counter()
         ubatches = wave.ubatches
         assert len(ubatches) <= self._memory.sizes.n_ubatches
+        if self._memory.has_states:
+            for segment in (s for u in ubatches for s in u.segments):
+                self._states.advance(segment)
         if self._steps is not None and self._steps.suits(wave, schedule):
             self._join_lanes_host()
             results = self._steps.run_host(wave, schedule)
             self._count(wave, time.perf_counter() - started)
             return results
-        if self._memory.has_states:
-            for segment in (s for u in ubatches for s in u.segments):
-                self._states.advance(segment)
         results = [torch.empty(len(u.output_rows), self._memory.n_vocab) for u in ubatches]
         self._work.begin_wave()
         self._write_inputs_host(ubatches)

@@ -15,16 +15,17 @@ from __future__ import annotations
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import NamedTuple
 
 import torch
 
+from overspill.cache.cells import StateRows
 from overspill.device.base import Buffer, Device, Devices, MemoryKind, Recording, running_on
 from overspill.device.lane import Lane
-from overspill.kernels import Mail, Ops, Steps
+from overspill.kernels import Mail, Ops, StateSteps, Steps
 from overspill.kernels.numba.mail import look_for_flags, raise_flags
 from overspill.models.base import HParams, UbatchView
 from overspill.pipeline.memory import Memory
@@ -37,7 +38,7 @@ MAX_STEP_TOKENS = 32
 _PROGRAMS_KEPT = 16
 _PATIENCE_S = 20.0
 _HEADER_WORDS = 2
-_N_ROWS = 3
+_N_ROWS = 5
 _INPUT_WORDS = _HEADER_WORDS + _N_ROWS * MAX_STEP_TOKENS
 _FLAGS_A_LETTER = 4
 
@@ -49,12 +50,14 @@ class Inputs(NamedTuple):
     positions: torch.Tensor
     ids: torch.Tensor
     slots: torch.Tensor
+    states_before: torch.Tensor
+    states_after: torch.Tensor
 
 
 def inputs_in(words: torch.Tensor, n_tokens: int) -> Inputs:
     """Views of int32 `[_INPUT_WORDS]`."""
     rows = words[_HEADER_WORDS:].view(_N_ROWS, MAX_STEP_TOKENS)[:, :n_tokens]
-    return Inputs(words[:_HEADER_WORDS].view(torch.int64), rows[0], rows[1], rows[2])
+    return Inputs(words[:_HEADER_WORDS].view(torch.int64), *rows)
 
 
 class StepWork(Work):
@@ -70,7 +73,14 @@ class StepWork(Work):
         if device == self._layout.host:
             raise AssertionError("layers of the CPU are not recorded")
         found = inputs_in(self.inputs[device].tensor, ubatch.n_tokens)
-        return UbatchView(ubatch.segments, found.positions, found.ids, turned, Steps(found.slots, found.positions))
+        return UbatchView(
+            ubatch.segments,
+            found.positions,
+            found.ids,
+            turned,
+            Steps(found.slots, found.positions),
+            StateSteps(found.states_before, found.states_after),
+        )
 
     def _ids(self, action: Action, ubatch: Ubatch) -> torch.Tensor:
         if action.device == self._layout.host:
@@ -148,28 +158,33 @@ class StepRunner:
         """Whether steps of this model can be recorded: nothing of it may depend on the host."""
         on_host = layout.host in {*layout.layer_device, layout.output_device}
         can_record = all(device.can_record for device in devices.accelerators)
-        return bool(devices.accelerators) and can_record and not on_host and not hp.has_states and hp.n_before == 0
+        return bool(devices.accelerators) and can_record and not on_host and hp.takes_steps
 
     def suits(self, wave: Wave, schedule: WaveSchedule) -> bool:
-        """Whether a wave is a step whose experts need no upload."""
+        """Whether a wave is a step whose experts need no upload. States of sequences that begin are zeros, not rows."""
         uploads = schedule.policy in (Policy.ALL, Policy.SELECTED) and any(self._layout.slabs)
         is_mixed = bool(self._layout.mixed)
         (ubatch, *others) = wave.ubatches
-        is_step = not others and ubatch.n_tokens <= MAX_STEP_TOKENS and all(s.n_tokens == 1 for s in ubatch.segments)
+        is_step = (
+            not others
+            and ubatch.n_tokens <= MAX_STEP_TOKENS
+            and all(s.n_tokens == 1 and s.first_pos > 0 for s in ubatch.segments)
+        )
         return is_step and not uploads and not is_mixed
 
     def run_host(self, wave: Wave, schedule: WaveSchedule) -> list[torch.Tensor]:
         """Compute a step; logits as `Runner.run` gives them."""
         (ubatch,) = wave.ubatches
         self._n_steps += 1
-        self._write_inputs(ubatch)
         key = (ubatch.n_tokens, ubatch.output_rows, schedule)
         program = self._programs.get(key)
         if program is None:
+            self._write_inputs(self._on_trial(ubatch))
             program = self._programs[key] = self._record(ubatch, schedule)
             if len(self._programs) > _PROGRAMS_KEPT:
                 self._programs.popitem(last=False)
         self._programs.move_to_end(key)
+        self._write_inputs(ubatch)
         for i_device, recording in program.recordings.items():
             self._devices.all[i_device].stream(Lane.COMPUTE).replay(recording, label="step")
         with running_on(self._devices.host):
@@ -185,9 +200,15 @@ class StepRunner:
     def _write_inputs(self, ubatch: Ubatch) -> None:
         found = inputs_in(self._host_inputs.view(torch.int32), ubatch.n_tokens)
         found.number.fill_(self._n_steps)
-        rows = [(s.first_pos, i, s.slot) for s, i in zip(ubatch.segments, ubatch.ids, strict=True)]
-        for target, values in zip((found.positions, found.ids, found.slots), zip(*rows, strict=True), strict=True):
+        rows = [(s.first_pos, i, s.slot, *s.states) for s, i in zip(ubatch.segments, ubatch.ids, strict=True)]
+        for target, values in zip(found[1:], zip(*rows, strict=True), strict=True):
             target.copy_(torch.tensor(values, dtype=torch.int32))
+
+    def _on_trial(self, ubatch: Ubatch) -> Ubatch:
+        """The same, but for the states after it: cells may be written twice, a state would go on twice."""
+        trial = self._memory.trial_row
+        segments = (replace(s, rows=StateRows(s.states.before, trial)) for s in ubatch.segments)
+        return replace(ubatch, segments=tuple(segments))
 
     def _run_on_host(self, work: _HostWork, ubatch: Ubatch) -> None:
         letter = work.letter

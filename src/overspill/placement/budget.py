@@ -24,7 +24,8 @@ class KernelNeeds:
 
     wide_value_bytes: per value of a slab that is dequantised before it is used; 0: slabs are used as they are.
     normed_value_bytes: per value of the experts' input. scratch_bytes: temporaries of one ubatch. head_bytes: and of
-    the logits, on the device that computes them. resident_bytes: and of experts that may be resident.
+    the logits, on the device that computes them. resident_bytes: and of experts that may be resident. n_trials: rows of
+    recurrent states beside those of sequences.
     """
 
     wide_value_bytes: int = 0
@@ -32,6 +33,7 @@ class KernelNeeds:
     scratch_bytes: int = 0
     head_bytes: int = 0
     resident_bytes: int = 0
+    n_trials: int = 0
 
 
 NO_NEEDS: Final = KernelNeeds()

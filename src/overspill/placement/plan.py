@@ -153,7 +153,9 @@ def _demand(
         pinned=tuple(pinned),
         weights=tuple(a + b for a, b in zip(shape.dense_bytes, routed, strict=True)),
         kv_per_cell=shape.kv_bytes_per_cell,
-        state=tuple(n_bytes * options.n_parallel * options.n_states for n_bytes in shape.state_bytes),
+        state=tuple(
+            n_bytes * (options.n_parallel * options.n_states + needs.n_trials) for n_bytes in shape.state_bytes
+        ),
         capacity=(*_capacities(machine, options), machine.host_bytes - pinned_ends),
         n_expert=shape.n_expert,
         n_cpu_moe=0 if options.fit == "off" else options.n_cpu_moe,

@@ -16,6 +16,7 @@ import torch
 from overspill.kernels import Mail, Ops, Steps
 from overspill.kernels.triton.attention import AttentionOp
 from overspill.kernels.triton.chooser import AttentionChooser, Heads
+from overspill.kernels.triton.delta import delta_steps
 from overspill.kernels.triton.dequant import dequantize_bf16
 from overspill.kernels.triton.heads import Angles, HeadGains, prepare_heads, rope
 from overspill.kernels.triton.linear import LinearOp, embed
@@ -130,6 +131,7 @@ def make_ops(
         prepare_heads=prepare,
         prepare_steps=prepare_each,
         attend_steps=attend_steps,
+        delta_steps=delta_steps,
         mail=Mail(put_mail, take_mail, copy_pinned),
         scratch=workspace.buffers,
         route=choose_experts,

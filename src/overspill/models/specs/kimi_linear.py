@@ -50,6 +50,7 @@ def read_hparams(keys: Keys) -> KimiHParams:
             n_key_heads=hp.n_head,
             head_dim=base.at_least_one(a, "kda.head_dim"),
             n_taps=read_taps(a),
+            n_adjacent=1,
         ),
         is_recurrent=tuple(n == 0 for n in n_kv),
     )

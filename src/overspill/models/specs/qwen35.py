@@ -16,7 +16,7 @@ from overspill.models.specs.recurrent import DeltaHParams, delta_tensors, gated_
 def read_hparams(keys: Keys) -> DeltaHParams:
     """The common keys, and which layers have the delta rule."""
     hp = base.read_hparams(keys)
-    return with_delta(hp, keys.scoped(hp.arch))
+    return with_delta(hp, keys.scoped(hp.arch), is_tiled=True)
 
 
 def tensors(hp: HParams) -> list[TensorSpec]:

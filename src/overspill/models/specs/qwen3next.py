@@ -20,17 +20,18 @@ from overspill.models.specs.recurrent import (
 FFN_NORM: Final = "post_attention_norm"
 
 
-def read_hparams(keys: Keys) -> DeltaHParams:
-    """The width of the shared expert defaults to the dense width."""
+def read_hparams(keys: Keys, *, is_tiled: bool = False) -> DeltaHParams:
+    """The width of the shared expert defaults to the dense width. is_tiled: see `read_delta`."""
     hp = require_experts(base.read_hparams(keys))
     a = keys.scoped(hp.arch)
     n_ff_shared = a.u32("expert_shared_feed_forward_length", default=0) or hp.n_ff
-    return with_delta(replace(hp, n_ff_shared=n_ff_shared), a)
+    return with_delta(replace(hp, n_ff_shared=n_ff_shared), a, is_tiled=is_tiled)
 
 
-def with_delta(hp: HParams, a: Keys) -> DeltaHParams:
+def with_delta(hp: HParams, a: Keys, *, is_tiled: bool) -> DeltaHParams:
     """What the common keys say, and which layers have the delta rule."""
-    return DeltaHParams(**vars(hp), delta=read_delta(a), is_recurrent=read_recurrent_layers(a, hp.n_layer))
+    delta = read_delta(a, is_tiled=is_tiled)
+    return DeltaHParams(**vars(hp), delta=delta, is_recurrent=read_recurrent_layers(a, hp.n_layer))
 
 
 def tensors(hp: HParams) -> list[TensorSpec]:

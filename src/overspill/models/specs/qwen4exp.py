@@ -93,7 +93,7 @@ class Qwen4HParams(StreamHParams, DeltaHParams):
 
 def read_hparams(keys: Keys) -> Qwen4HParams:
     """Qwen3-Next's keys, and those of streams, indexer and n-grams."""
-    hp = qwen3next.read_hparams(keys)
+    hp = qwen3next.read_hparams(keys, is_tiled=True)
     a = keys.scoped(hp.arch)
     index_dim = base.at_least_one(a, "attention.indexer.key_length")
     if index_dim < hp.rope.n_rot:

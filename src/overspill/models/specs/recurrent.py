@@ -16,13 +16,15 @@ from overspill.models.specs.rope import RopeParams
 class DeltaParams:
     """Sizes of a layer with the delta rule. n_heads: of values, and of states; n_key_heads: divides it.
 
-    head_dim: channels of a key and of a value. n_taps: of the convolution before.
+    head_dim: channels of a key and of a value. n_taps: of the convolution before. n_adjacent: value head h has key head
+    h // n_adjacent, counted on from the first when there are no more.
     """
 
     n_heads: int
     n_key_heads: int
     head_dim: int
     n_taps: int
+    n_adjacent: int
 
     @property
     def key_dim(self) -> int:
@@ -61,6 +63,11 @@ class DeltaHParams(HParams):
     is_recurrent: tuple[bool, ...]
 
     @property
+    def takes_steps(self) -> bool:
+        """The delta rule does."""
+        return self.n_before == 0
+
+    @property
     def n_scratch(self) -> int:
         """Values for each token that the delta rule holds at once."""
         return self.delta.n_scratch
@@ -74,8 +81,11 @@ class DeltaHParams(HParams):
         return None if self.is_recurrent[i_layer] else self.rope
 
 
-def read_delta(a: Keys) -> DeltaParams:
-    """The `ssm.*` keys; `ssm.state_size` is the size of a head, `ssm.time_step_rank` counts those of values."""
+def read_delta(a: Keys, *, is_tiled: bool) -> DeltaParams:
+    """The `ssm.*` keys; `ssm.state_size` is the size of a head, `ssm.time_step_rank` counts those of values.
+
+    is_tiled: whether value heads that follow each other have different key heads.
+    """
     n_heads, n_key_heads = base.at_least_one(a, "ssm.time_step_rank"), base.at_least_one(a, "ssm.group_count")
     head_dim, n_inner = base.at_least_one(a, "ssm.state_size"), a.u32("ssm.inner_size")
     if n_heads % n_key_heads:
@@ -85,7 +95,13 @@ def read_delta(a: Keys) -> DeltaParams:
             f"{a.full_name('ssm.inner_size')} is {n_inner}: must be ssm.time_step_rank * ssm.state_size, "
             f"{n_heads * head_dim}"
         )
-    return DeltaParams(n_heads=n_heads, n_key_heads=n_key_heads, head_dim=head_dim, n_taps=read_taps(a))
+    return DeltaParams(
+        n_heads=n_heads,
+        n_key_heads=n_key_heads,
+        head_dim=head_dim,
+        n_taps=read_taps(a),
+        n_adjacent=1 if is_tiled else n_heads // n_key_heads,
+    )
 
 
 def read_taps(a: Keys) -> int:
