@@ -6,7 +6,7 @@ Sizes are those of qwen3-30b-a3b: 48 layers, 2048 wide, 32 / 4 heads of 128, 8 o
 bfloat16, experts in Q8_0. A call is recorded many times in one CUDA graph, each on weights of its own, so that they
 come from memory and not from the L2 cache; a time is the graph's divided by the number of calls, launch included.
 Prints a line of JSON per measurement, and a last one with the number of wrong results, which is the exit status.
---tune: times other cuts than those of `kernels/triton/tuning.py` too, and says which is fastest.
+--tune: times other cuts than those of `kernels/triton/tuning.py` too, and other ways to read rows.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,12 @@ from gpu_report import BF16, CUDA, error, normal, q8_0, random_weight
 
 from overspill.gguf.types import TensorType
 from overspill.kernels import Steps, ref
-from overspill.kernels.triton import few_experts, launch, make_ops, norm, routing, skinny
+from overspill.kernels.triton import few_experts, launch, make_ops, norm, routing, rows, skinny
 from overspill.kernels.triton.decode import DECODERS
 from overspill.kernels.triton.few_experts import Pairs, add_experts
 from overspill.kernels.triton.launch import Tuning
 from overspill.kernels.triton.moe import MoeOp
-from overspill.kernels.triton.tuning import EXPERT_DOWN, EXPERT_GATE_UP, ROUTER, SEVERAL, TOKEN, RowTile, tile_of
+from overspill.kernels.triton.tuning import EXPERT_DOWN, EXPERT_GATE_UP, ROUTER, SEVERAL, RowTile, tile_of, token_tile
 from overspill.kernels.triton.workspace import Workspace
 from overspill.quant.dequant import dequantize
 from overspill.quant.experts import NO_LIMIT, NO_VECTORS, Activation, ExpertVectors, ExpertWeights
@@ -67,7 +68,7 @@ class Lines:
 
 
 def graph_us(calls: Sequence[Callable[[], object]], n_calls: int) -> float:
-    """Microseconds of a call, of `n_calls` recorded in turn; the median of 7 replays after 2."""
+    """Microseconds of a call, of `n_calls` recorded in turn; the median of 5 replays after 2."""
     for call in calls[:2]:
         call()
     torch.cuda.synchronize()
@@ -76,14 +77,14 @@ def graph_us(calls: Sequence[Callable[[], object]], n_calls: int) -> float:
         for i in range(n_calls):
             calls[i % len(calls)]()
     times = []
-    for _ in range(9):
+    for _ in range(7):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()
         end.record()
         end.synchronize()
         times.append(1e3 * start.elapsed_time(end) / n_calls)
-    return sorted(times[2:])[3]
+    return sorted(times[2:])[2]
 
 
 def replayed(call: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -196,16 +197,11 @@ Call = Callable[[RowTile], Sequence[Callable[[], object]]]
 
 
 def tuned(lines: Lines, name: str, usual: RowTile, others: Iterable[RowTile], calls: Call, n_bytes: float) -> None:
-    """Time the usual cut, and others if there are any; the fastest is named in a last line."""
-    times = {}
+    """Time the usual cut, and others if there are any."""
     for tile in dict.fromkeys((usual, *others)):
         made = calls(tile)
-        us = graph_us(made, 2 * len(made))
-        times[tile] = us
-        lines.timed(name, us, n_bytes, tile=[*tile[:2], *tile.tuning], usual=tile == usual)
-    if len(times) > 1:
-        best = min(times, key=lambda tile: times[tile])
-        lines.add(name=name, fastest=[*best[:2], *best.tuning], us=round(times[best], 2), was=round(times[usual], 2))
+        more = {"tile": [*tile[:2], *tile.tuning], "usual": tile == usual}
+        lines.timed(name, graph_us(made, 2 * len(made)), n_bytes, **more)
 
 
 def tiles(is_tuning: bool, rows: Sequence[int], widths: Sequence[int], warps: Sequence[int],
@@ -231,15 +227,15 @@ def dense(lines: Lines, is_tuning: bool) -> None:
         def calls(tile: RowTile, made=made, inputs=inputs, norms=norms, residual=residual):
             return [lambda w=w: skinny.multiply(inputs, w, dtype=BF16, norm=norms, y=residual, tile=tile) for w in made]
 
-        others = tiles(is_tuning, (2, 4, 8), (1024, 2048), (4, 8))
-        tuned(lines, f"{name}, 1 token", tile_of(TOKEN, T.BF16), others, calls, n_bytes)
-        for n_tokens in (2, 8, 16, 32):
+        others = tiles(is_tuning, (4, 8), (1024, 2048), (4,))
+        tuned(lines, f"{name}, 1 token", token_tile(T.BF16, sum(sizes)), others, calls, n_bytes)
+        for n_tokens in (8, 16):
             some = normal(n_tokens, width).bfloat16()
 
             def several(tile: RowTile, made=made, some=some):
                 return [lambda w=w: skinny.multiply(some, w, dtype=BF16, tile=tile) for w in made]
 
-            others = tiles(is_tuning and n_tokens == 16, (16, 32), (128, 256), (2, 4), (4,))
+            others = tiles(is_tuning and n_tokens == 16, (16, 32), (128,), (2,), (4,))
             tuned(lines, f"{name}, {n_tokens} tokens", tile_of(SEVERAL, T.BF16), others, several, n_bytes)
             plain = [[w.data.view(BF16) for w in weights] for weights in made]
             of_torch = [lambda w=w, some=some: [torch.mm(some, m.T, out_dtype=torch.float32) for m in w] for w in plain]
@@ -252,9 +248,8 @@ def dense(lines: Lines, is_tuning: bool) -> None:
             def quantised(tile: RowTile, made=made, some=some):
                 return [lambda w=w: skinny.multiply(some, [w], dtype=BF16, tile=tile) for w in made]
 
-            is_tuned = is_tuning and n_tokens == 1 and type in (T.Q8_0, T.Q4_K)
-            others = tiles(is_tuned, (2, 4, 8), (512, 1024, 2048), (2, 4))
-            usual = tile_of(TOKEN if n_tokens == 1 else SEVERAL, type)
+            others = tiles(is_tuning and n_tokens == 1, (4,), (1024,), (2, 4))
+            usual = token_tile(type, 4096) if n_tokens == 1 else tile_of(SEVERAL, type)
             tuned(lines, f"{type.name} 4096 x {D}, {n_tokens} tokens", usual, others, quantised, made[0].n_bytes)
 
 
@@ -283,41 +278,68 @@ def expert_stacks(type: TensorType, F: int, D: int, E: int) -> ExpertWeights:
     return ExpertWeights(sane(type, E, F, D), sane(type, E, F, D), sane(type, E, D, F))
 
 
+EXPERT_TILES: dict[TensorType, tuple[list[RowTile], list[RowTile]]] = {
+    T.Q8_0: (
+        [RowTile(r, w, Tuning(n, 1)) for r, w, n in ((4, 2048, 2), (2, 2048, 1), (4, 1024, 2), (8, 1024, 4))],
+        [RowTile(r, w, Tuning(n, 1)) for r, w, n in ((1, 256, 2), (2, 256, 1), (2, 1024, 2), (1, 1024, 2))],
+    ),
+    T.Q4_K: (
+        [RowTile(r, w, Tuning(n, 1)) for r, w, n in ((4, 1024, 4), (2, 2048, 2), (4, 1024, 2))],
+        [RowTile(r, w, Tuning(n, 1)) for r, w, n in ((1, 256, 2), (2, 512, 2), (2, 1024, 4))],
+    ),
+    T.MXFP4: (
+        [RowTile(r, w, Tuning(n, 1)) for r, w, n in ((4, 1024, 4), (2, 1024, 2), (4, 1024, 2))],
+        [RowTile(r, w, Tuning(n, 1)) for r, w, n in ((4, 256, 2), (2, 512, 2), (2, 1024, 4))],
+    ),
+}
+OTHER_ROWS = {T.Q8_0: rows.q8_0_pair_rows, T.Q4_K: rows.decoded_rows, T.MXFP4: rows.decoded_rows}
+
+
 def experts(lines: Lines, is_tuning: bool) -> None:
-    """One token and several; several against the way of many tokens, which tells where one should give way."""
+    """One token and several, in other cuts and read in another way; several against the way of many tokens."""
     for type, shape, token_counts in (
-        (T.Q8_0, (F, D, E, K), (1, 2, 4, 8, 16, 32)),
-        (T.Q4_K, (F, D, E, K), (1, 8, 16)),
-        (T.MXFP4, (2880, 2880, 32, 4), (1, 8, 16)),
-        (T.BF16, (F, D, E, K), (1, 8, 16)),
+        (T.Q8_0, (F, D, E, K), (1, 8, 16)),
+        (T.MXFP4, (2880, 2880, 32, 4), (1, 8)),
+        (T.Q4_K, (F, D, E, K), (1, 8)),
     ):
         n_ff, n_embd, n_experts, n_used = shape
         weights = expert_stacks(type, n_ff, n_embd, n_experts)
         slot_of = torch.arange(n_experts, dtype=torch.int32, device=CUDA)
         expert_bytes = sum(q.n_bytes for q in weights.parts) / n_experts
-        for n_tokens in token_counts:
+        usual = tile_of(EXPERT_GATE_UP, type), tile_of(EXPERT_DOWN, type)
+        others = EXPERT_TILES[type] if is_tuning else ([], [])
+        cuts = dict.fromkeys((usual, *((t, usual[1]) for t in others[0]), *((usual[0], t) for t in others[1])))
+        for way, n_tokens in product(("usual", "other") if is_tuning else ("usual",), token_counts):
             x, out = normal(n_tokens, n_embd).bfloat16(), normal(n_tokens, n_embd)
             mix = normal(n_tokens, n_used).abs()
             chosen = different_ids(n_tokens, n_experts, n_used)
             n_bytes = expert_bytes * sum(len(ids.unique()) for ids in chosen) / len(chosen)
-            name = f"experts {type.name}, {n_tokens} tokens"
-            usual = tile_of(EXPERT_GATE_UP, type), tile_of(EXPERT_DOWN, type)
+            reader = rows.READERS[type]
+            if way == "other":
+                rows.READERS[type] = reader._replace(rows=OTHER_ROWS[type])
+            for tiles in cuts:
+                call = partial(call_experts, x, mix, slot_of, weights, out, tiles)
+                calls = [partial(call, ids) for ids in chosen]
+                cut = [[*t[:2], *t.tuning] for t in tiles]
+                name = f"experts {type.name}, {n_tokens} tokens"
+                lines.timed(name, graph_us(calls, 2 * len(calls)), n_bytes, way=way, tiles=cut, usual=tiles == usual)
+            rows.READERS[type] = reader
+            if way == "usual" and n_tokens > 1:
+                us = way_of_many_us(x, chosen, mix, weights, out)
+                lines.timed(f"experts {type.name}, {n_tokens} tokens, way of many", us, n_bytes)
 
-            def calls(first, second, x=x, mix=mix, chosen=chosen, slot_of=slot_of, weights=weights, out=out):
-                return [
-                    lambda ids=ids: add_experts(
-                        x, Pairs(ids, mix, slot_of), weights.parts, NO_VECTORS, SILU, out, dtype=BF16,
-                        tiles=(first, second)
-                    ) for ids in chosen
-                ]  # fmt: skip
 
-            is_tuned = is_tuning and n_tokens == 1 and type is not T.BF16
-            others = tiles(is_tuned, (2, 4, 8), (512, 1024, 2048) if type is T.Q8_0 else (512,), (2, 4))
-            tuned(lines, name + ", gate and up", usual[0], others, lambda t, c=calls, u=usual: c(t, u[1]), n_bytes)
-            others = tiles(is_tuned, (1, 2, 4), (256, 512, 1024) if type is T.Q8_0 else (256, 512), (2, 4))
-            tuned(lines, name + ", down", usual[1], others, lambda t, c=calls, u=usual: c(u[0], t), n_bytes)
-            if n_tokens > 1:
-                lines.timed(name + ", way of many", way_of_many_us(x, chosen, mix, weights, out), n_bytes)
+def call_experts(
+    x: torch.Tensor,
+    mix: torch.Tensor,
+    slot_of: torch.Tensor,
+    weights: ExpertWeights,
+    out: torch.Tensor,
+    tiles: tuple[RowTile, RowTile],
+    ids: torch.Tensor,
+) -> None:
+    pairs = Pairs(ids, mix, slot_of)
+    add_experts(x, pairs, weights.parts, NO_VECTORS, SILU, out, dtype=BF16, tiles=tiles)
 
 
 def different_ids(n_tokens: int, n_experts: int, n_used: int) -> list[torch.Tensor]:

@@ -172,7 +172,7 @@ def q3_k(src, table, block, part, j):
 
 
 @triton.jit
-def _k_step_and_floor(src, at, part):
+def k_step_and_floor(src, at, part):
     """d * scale and dmin * min of a group of 32, from the 6-bit pairs in bytes 4..15."""
     g = part >> 1
     first = _byte(src, at + 4 + (g & 3))
@@ -193,14 +193,14 @@ def _k_nibbles(src, at, part):
 @triton.jit
 def q4_k(src, table, block, part, j):
     at = block * 144
-    step, floor = _k_step_and_floor(src, at, part)
+    step, floor = k_step_and_floor(src, at, part)
     return step[:, None] * _bytes(_k_nibbles(src, at + 16, part)).to(tl.float32) - floor[:, None]
 
 
 @triton.jit
 def q5_k(src, table, block, part, j):
     at = block * 176
-    step, floor = _k_step_and_floor(src, at, part)
+    step, floor = k_step_and_floor(src, at, part)
     high = _aligned_pairs(src, at + 16 + (part & 1) * 16) >> (part >> 1)[:, None]
     q = _bytes(_k_nibbles(src, at + 48, part) | ((high & 0x0101) << 4))
     return step[:, None] * q.to(tl.float32) - floor[:, None]

@@ -20,11 +20,12 @@ import triton
 import triton.language as tl
 
 from overspill.gguf.types import TensorType
-from overspill.kernels.triton.decode import DECODERS, GROUP
+from overspill.kernels.triton.decode import DECODERS, GROUP, k_step_and_floor
 from overspill.kernels.triton.launch import follow
 from overspill.quant.qtensor import QTensor
 
 _UNROLL = tl.constexpr(4)
+_TWO_TO_100 = tl.constexpr(2.0**100)
 
 
 @triton.jit
@@ -110,7 +111,140 @@ def _q8_0_rows(
 
 
 @triton.jit
-def _decoded_rows(
+def q8_0_pair_rows(
+    x, at, gain, eps, src, table, base, r,
+    K: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, ROUND: tl.constexpr,
+    DECODE: tl.constexpr, N_PARTS: tl.constexpr, BLOCK_BYTES: tl.constexpr, IS_CHAINED: tl.constexpr,
+):  # fmt: skip
+    """`_q8_0_rows` in pairs of blocks that start at multiples of 4 bytes: 17 words, of which 16 go to neighbours.
+
+    Words 0 .. 8 belong to the first block, the others to the second. The bytes of the scales, in words 0 and 8, are
+    multiplied by nothing.
+    """
+    n_pairs: tl.constexpr = K // 64
+    N: tl.constexpr = WIDTH // 64
+    follow(IS_CHAINED)
+    factor = 1.0
+    if gain is not None:
+        factor = norm_factor(x, eps, K, WIDTH)
+    run = (base * (17 * n_pairs))[None, :] + (r * (17 * n_pairs))[:, None]
+    src = src.to(tl.pointer_type(tl.int32)) + run[None, :, :]
+    i = tl.arange(0, 16)[:, None, None, None]
+    block = tl.where(i < 9, 0, 1)
+    first_col = 4 * i - 2 - 2 * block
+    total = tl.zeros([16, N, ROWS, P], tl.float32)
+    rest = tl.zeros([N, ROWS, P], tl.float32)
+    for first in tl.range(0, n_pairs, N, loop_unroll_factor=_UNROLL):
+        pair = (first + tl.arange(0, N))[:, None, None]
+        is_pair = pair < n_pairs
+        there = src + pair * 17
+        steps = there.to(tl.pointer_type(tl.float16))
+        words = tl.load(there[None, :, :, :] + i, mask=is_pair[None, :, :, :], other=0)
+        last_words = tl.load(there + 16, mask=is_pair, other=0)
+        first_step = tl.load(steps, mask=is_pair, other=0.0).to(tl.float32)
+        last_step = tl.load(steps + 17, mask=is_pair, other=0.0).to(tl.float32)
+        sums = tl.zeros([16, N, ROWS, P], tl.float32)
+        last_sums = tl.zeros([N, ROWS, P], tl.float32)
+        for p in tl.static_range(4):
+            col = first_col + p
+            is_value = is_pair[None, :, :, :] & (col >= 32 * block) & (col < 32 + 32 * block)
+            values = _inputs(x + at[None, None, None, :], gain, factor, pair[None, :, :, :] * 64 + col, is_value, ROUND)
+            sums += ((words << (24 - 8 * p)) >> 24).to(tl.float32) * values
+            values = _inputs(x + at[None, None, :], gain, factor, pair * 64 + 60 + p, is_pair, ROUND)
+            last_sums += ((last_words << (24 - 8 * p)) >> 24).to(tl.float32) * values
+        total += tl.where(i < 9, first_step[None, :, :, :], last_step[None, :, :, :]) * sums
+        rest += last_step * last_sums
+    return tl.trans(tl.sum(tl.sum(total, axis=1), axis=0) + tl.sum(rest, axis=0))
+
+
+@triton.jit
+def _mxfp4_rows(
+    x, at, gain, eps, src, table, base, r,
+    K: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, ROUND: tl.constexpr,
+    DECODE: tl.constexpr, N_PARTS: tl.constexpr, BLOCK_BYTES: tl.constexpr, IS_CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Blocks of 17 bytes in tiles as above, a byte to a thread.
+
+    The bits of a value, put where a float has its sign, its lowest bits of exponent and its highest of mantissa, are a
+    float that is 2^127 times too small, perhaps a subnormal one; x makes up for 2^100 of that, and the scale for the
+    rest.
+    """
+    n_blocks: tl.constexpr = K // 32
+    N: tl.constexpr = WIDTH // 32
+    follow(IS_CHAINED)
+    factor = 1.0
+    if gain is not None:
+        factor = norm_factor(x, eps, K, WIDTH)
+    src += ((base * (17 * n_blocks))[None, :] + (r * (17 * n_blocks))[:, None])[None, None, :, :]
+    x += at[None, None, None, :]
+    i = tl.arange(0, 16)[:, None, None, None]
+    total = tl.zeros([16, N, ROWS, P], tl.float32)
+    for first in tl.range(0, n_blocks, N, loop_unroll_factor=_UNROLL):
+        block = (first + tl.arange(0, N))[None, :, None, None]
+        is_block = block < n_blocks
+        there = src + block * 17
+        e = tl.load(there, mask=is_block, other=0).to(tl.int32)
+        q = tl.load(there + 1 + i, mask=is_block, other=0).to(tl.int32)
+        low = ((q << 28) & -2147483648) | ((q << 22) & 0x01C00000)
+        high = ((q << 24) & -2147483648) | ((q << 18) & 0x01C00000)
+        values = _inputs(x, gain, factor, block * 32 + i, is_block, ROUND) * _TWO_TO_100
+        sums = low.to(tl.float32, bitcast=True) * values
+        values = _inputs(x, gain, factor, block * 32 + 16 + i, is_block, ROUND) * _TWO_TO_100
+        sums += high.to(tl.float32, bitcast=True) * values
+        # 2^(e - 128) from its bits; the two smallest are subnormal.
+        bits = tl.where(e < 2, 0x00200000 << (e & 1), (e - 1) << 23)
+        total += bits.to(tl.float32, bitcast=True) * 134217728.0 * sums
+    return tl.trans(tl.sum(tl.sum(total, axis=1), axis=0))
+
+
+@triton.jit
+def _q4_k_rows(
+    x, at, gain, eps, src, table, base, r,
+    K: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, ROUND: tl.constexpr,
+    DECODE: tl.constexpr, N_PARTS: tl.constexpr, BLOCK_BYTES: tl.constexpr, IS_CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Blocks of 144 bytes by quarters: 32 bytes, whose low and whose high halves are 32 values each, as 8 words.
+
+    What is subtracted from every value is multiplied by the sum of x, once for the 4 values of a thread.
+    """
+    n_quarters: tl.constexpr = K // 64
+    N: tl.constexpr = WIDTH // 64
+    follow(IS_CHAINED)
+    factor = 1.0
+    if gain is not None:
+        factor = norm_factor(x, eps, K, WIDTH)
+    src += ((base * (36 * n_quarters))[None, :] + (r * (36 * n_quarters))[:, None])[None, None, :, :]
+    x += at[None, None, None, :]
+    i = tl.arange(0, 8)[:, None, None, None]
+    total = tl.zeros([8, N, ROWS, P], tl.float32)
+    for first in tl.range(0, n_quarters, N, loop_unroll_factor=_UNROLL):
+        quarter = tl.minimum(first + tl.arange(0, N), n_quarters - 1)[None, :, None, None]
+        is_quarter = (first + tl.arange(0, N))[None, :, None, None] < n_quarters
+        block = quarter // 4 * 144
+        part = quarter % 4 * 4
+        words = tl.load((src + block + 16 + part * 8).to(tl.pointer_type(tl.int32)) + i)
+        low_step, low_floor = k_step_and_floor(src, block, part)
+        high_step, high_floor = k_step_and_floor(src, block, part + 2)
+        low = words & 0x0F0F0F0F
+        high = (words >> 4) & 0x0F0F0F0F
+        low_sums = tl.zeros([8, N, ROWS, P], tl.float32)
+        high_sums = tl.zeros([8, N, ROWS, P], tl.float32)
+        low_x = tl.zeros([8, N, 1, P], tl.float32)
+        high_x = tl.zeros([8, N, 1, P], tl.float32)
+        for p in tl.static_range(4):
+            cols = quarter * 64 + 4 * i + p
+            values = _inputs(x, gain, factor, cols, is_quarter, ROUND)
+            low_sums += ((low >> (8 * p)) & 255).to(tl.float32) * values
+            low_x += values
+            values = _inputs(x, gain, factor, cols + 32, is_quarter, ROUND)
+            high_sums += ((high >> (8 * p)) & 255).to(tl.float32) * values
+            high_x += values
+        total += low_step * low_sums - low_floor * low_x + high_step * high_sums - high_floor * high_x
+    return tl.trans(tl.sum(tl.sum(total, axis=1), axis=0))
+
+
+@triton.jit
+def decoded_rows(
     x, at, gain, eps, src, table, base, r,
     K: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, ROUND: tl.constexpr,
     DECODE: tl.constexpr, N_PARTS: tl.constexpr, BLOCK_BYTES: tl.constexpr, IS_CHAINED: tl.constexpr,
@@ -144,6 +278,7 @@ class Reader(NamedTuple):
     block_bytes: int
 
 
+_ROWS = {TensorType.Q8_0: _q8_0_rows, TensorType.MXFP4: _mxfp4_rows, TensorType.Q4_K: _q4_k_rows}
 _PLAIN = {TensorType.F32: tl.float32, TensorType.F16: tl.float16, TensorType.BF16: tl.bfloat16}
 
 
@@ -151,8 +286,7 @@ def _reader(type: TensorType) -> Reader:
     decoder = DECODERS[type]
     if type in _PLAIN:
         return Reader(plain_rows, _PLAIN[type], 1, decoder.block_bytes)
-    rows = _q8_0_rows if type is TensorType.Q8_0 else _decoded_rows
-    return Reader(rows, decoder.decode, decoder.n_parts, decoder.block_bytes)
+    return Reader(_ROWS.get(type, decoded_rows), decoder.decode, decoder.n_parts, decoder.block_bytes)
 
 
 READERS = {type: _reader(type) for type in DECODERS}

@@ -16,10 +16,11 @@ import triton
 import triton.language as tl
 
 from overspill.kernels.triton.decode import DECODERS, table_of
+from overspill.kernels.triton.dequant import PLAIN
 from overspill.kernels.triton.launch import Kernel, cdiv, follow, power_of_two
 from overspill.kernels.triton.norm import Gated
 from overspill.kernels.triton.rows import READERS, can_read
-from overspill.kernels.triton.tuning import MAX_TOKENS, SEVERAL, TOKEN, RowTile, tile_of
+from overspill.kernels.triton.tuning import MAX_TOKENS, MIN_ROWS, SEVERAL, RowTile, tile_of, token_tile
 from overspill.quant.qtensor import QTensor
 
 _N_WEIGHTS = 3
@@ -159,8 +160,10 @@ class Norm(NamedTuple):
 
 
 def can_multiply(x: torch.Tensor, weights: Sequence[QTensor]) -> bool:
-    """Whether `multiply` takes these."""
+    """Whether `multiply` takes and suits these."""
     first = weights[0]
+    if len(x) > 1 and len(weights) == 1 and first.type in PLAIN.values() and len(first.data) < MIN_ROWS:
+        return False
     is_alike = all(w.type is first.type and w.shape[1] == first.shape[1] for w in weights)
     return 0 < len(x) <= MAX_TOKENS and len(weights) <= _N_WEIGHTS and is_alike and can_read(first)
 
@@ -210,12 +213,12 @@ def _multiply_token(
     tile: RowTile | None,
 ) -> None:
     type, K = weights[0].type, x.shape[1]
-    tile = tile or tile_of(TOKEN, type)
     sizes = [len(w.data) for w in weights]
+    tile = tile or token_tile(type, sum(sizes))
     gain, eps = norm or (None, 0.0)
     args = (x, gain, *_three([w.data for w in weights], None), table_of(DECODERS[type], x.device), _like(y), out, eps)
     sums = (K, weights[0].data.shape[1], *_three(sizes, 0), tile.n_rows, tile.width_for(K), _TL[dtype])
-    _token_kernel((sum(cdiv(n, tile.n_rows) for n in sizes),), args, (*READERS[type], *sums), tile.tuning)
+    _token_kernel((sum(cdiv(n, tile.n_rows) for n in sizes),), args, (*READERS[weights[0].type], *sums), tile.tuning)
 
 
 def gate_up(
@@ -230,7 +233,7 @@ def gate_up(
 ) -> torch.Tensor:
     """activate(x gate^T, x up^T) of one token, `[1, N]` of `dtype`, of two weights of one type."""
     N, K = gate.shape
-    tile = tile or tile_of(TOKEN, gate.type)
+    tile = tile or token_tile(gate.type, N)
     out = torch.empty((1, N), dtype=dtype, device=x.device)
     gain, eps = norm or (None, 0.0)
     args = (x.contiguous(), gain, gate.data, up.data, table_of(DECODERS[gate.type], x.device), out, eps)

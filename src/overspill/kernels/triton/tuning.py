@@ -35,14 +35,24 @@ TOKEN: Tiles = {
     _T.F32: RowTile(2, 1024, Tuning(4, 1)),
     _T.BF16: RowTile(4, 1024, Tuning(4, 1)),
     _T.F16: RowTile(4, 1024, Tuning(4, 1)),
-    _T.Q8_0: RowTile(4, 512, Tuning(4, 1)),
+    _T.Q8_0: RowTile(2, 2048, Tuning(4, 1)),
     None: RowTile(4, 512, Tuning(4, 1)),
 }
+TOKEN_OF_TALL: Tiles = {
+    _T.BF16: RowTile(8, 2048, Tuning(4, 1)),
+    _T.F16: RowTile(8, 2048, Tuning(4, 1)),
+}
+"""For weights of at least `TALL` rows, such as the head."""
+
 SEVERAL: Tiles = {
-    _T.BF16: RowTile(16, 256, Tuning(4, 4)),
-    _T.F16: RowTile(16, 256, Tuning(4, 4)),
+    _T.BF16: RowTile(32, 128, Tuning(2, 4)),
+    _T.F16: RowTile(32, 128, Tuning(2, 4)),
     None: RowTile(16, 256, Tuning(4, 2)),
 }
+TALL = 32768
+MIN_ROWS = 4224
+"""One plain weight of fewer rows and several tokens is left to torch, which cuts its columns too."""
+
 
 MAX_EXPERT_TOKENS = 16
 """The same for routed experts."""
@@ -51,14 +61,19 @@ EXPERT_GATE_UP: Tiles = {
     _T.F32: RowTile(2, 1024, Tuning(4, 1)),
     _T.BF16: RowTile(2, 1024, Tuning(4, 1)),
     _T.F16: RowTile(2, 1024, Tuning(4, 1)),
-    _T.Q8_0: RowTile(4, 1024, Tuning(4, 1)),
+    _T.Q8_0: RowTile(2, 2048, Tuning(2, 1)),
     None: RowTile(4, 512, Tuning(4, 1)),
 }
 EXPERT_DOWN: Tiles = {
-    _T.Q8_0: RowTile(2, 256, Tuning(2, 1)),
+    _T.Q8_0: RowTile(4, 1024, Tuning(2, 1)),
     None: RowTile(2, 256, Tuning(4, 1)),
 }
-ROUTER = RowTile(1, 1024, Tuning(4, 1))
+ROUTER = RowTile(1, 1024, Tuning(8, 1))
+
+
+def token_tile(type: TensorType, n_rows: int) -> RowTile:
+    """The tile for one token and weights of so many rows in all."""
+    return TOKEN_OF_TALL[type] if n_rows >= TALL and type in TOKEN_OF_TALL else tile_of(TOKEN, type)
 
 
 def tile_of(tiles: Tiles, type: TensorType) -> RowTile:
