@@ -176,6 +176,61 @@ class Route(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttentionWeights:
+    """All of plain self-attention but its cells. gain: of the norm before; gains: of query and key heads.
+
+    scale, window, sinks: see `Attention`. is_interleaved: see `PrepareHeads`.
+    """
+
+    gain: torch.Tensor
+    q: QTensor
+    k: QTensor
+    v: QTensor
+    output: QTensor
+    gains: tuple[torch.Tensor | None, torch.Tensor | None]
+    sinks: torch.Tensor | None
+    eps: float
+    scale: float
+    window: int | None
+    is_interleaved: bool
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RouterWeights:
+    """A norm and a plain router: see `Route`. router: float32 `[E, D]`."""
+
+    gain: torch.Tensor
+    router: QTensor
+    bias: torch.Tensor | None
+    eps: float
+    n_used: int
+    gating: int
+    is_normalised: bool
+    scale: float
+
+
+class TokenAttention(Protocol):
+    """Norm, projections, heads, attention, output projection and residual for one token: x `[1, D]` -> `[1, D]`.
+
+    keys, values: all cells of the sequence, `[G, C, A]` and `[G, C, B]`; the token's own is `position`.
+    angles: as for `PrepareHeads`. Bit-equal to the ops one by one.
+    """
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        position: int,
+        angles: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor: ...
+
+
+TokenRouter = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+"""`Route` for one token, x `[1, D]`."""
+
+
 class Experts(Protocol):
     """Add the weighted outputs of the experts present in `weights` to `out`, in ascending expert id.
 
@@ -209,6 +264,8 @@ class Ops:
     gain [K], eps)`, with the weights last; None likewise.
     prepare_steps, attend_steps, delta_steps, mail: attention and delta rule whose positions lie on the device, and the
     way from one device to another, for work that is recorded; None where nothing is.
+    token_attention, token_router: for one token, with weights that stay where they are; None where the ops one by one
+    do as well, and as a result where the kernels do not take such weights.
     scratch: memory that launched work may still refer to when it is replayed.
     normed_dtype, kv_dtype: what `rms_norm` gives, and what the KV cache holds.
     rope: `x [T, H, A]`, cos and sin `[T, n_rot / 2]` -> rotated in the split-halves (NEOX) or interleaved pairing.
@@ -234,6 +291,8 @@ class Ops:
     attend_steps: AttendSteps | None = None
     delta_steps: DeltaSteps | None = None
     mail: Mail | None = None
+    token_attention: Callable[[AttentionWeights], TokenAttention | None] | None = None
+    token_router: Callable[[RouterWeights], TokenRouter | None] | None = None
     scratch: Callable[[], Sequence[torch.Tensor]] = list
     normed_dtype: torch.dtype = torch.float32
     kv_dtype: torch.dtype = torch.float32

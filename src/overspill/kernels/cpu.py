@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from overspill.gguf.types import TensorType
-from overspill.kernels import Ops, ref
+from overspill.kernels import AttentionWeights, Ops, RouterWeights, TokenAttention, TokenRouter, ref
 from overspill.kernels import numba as fast
 from overspill.quant.experts import Activation, ExpertWeights
 from overspill.quant.qtensor import QTensor
@@ -144,6 +144,20 @@ def _mask(n_queries: int, n_cells: int, window: int | None) -> torch.Tensor:
     return torch.zeros(n_queries, n_cells).masked_fill_(hidden, float("-inf"))
 
 
+def token_attention(weights: AttentionWeights) -> TokenAttention | None:
+    """`kernels.TokenAttention`."""
+    w = weights
+    n_model = w.gain.numel()
+    if n_model % fast.UNIT_ELEMENTS or not all(_has_kernel(matrix.type) for matrix in (w.q, w.k, w.v, w.output)):
+        return None
+    return fast.TokenAttention(w, _FEW_PRODUCTS // w.q.shape[0], attention)
+
+
+def token_router(weights: RouterWeights) -> TokenRouter | None:
+    """`kernels.TokenRouter`."""
+    return None if weights.gain.numel() % fast.UNIT_ELEMENTS else fast.TokenRouter(weights)
+
+
 def experts(
     x: torch.Tensor,
     ids: torch.Tensor,
@@ -174,4 +188,6 @@ OPS = Ops(
     route=route,
     add_linear=add_linear,
     linears=linears,
+    token_attention=token_attention,
+    token_router=token_router,
 )

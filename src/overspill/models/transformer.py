@@ -16,7 +16,7 @@ import torch
 from overspill.cache.cells import Segment
 from overspill.cache.kv import KvCache
 from overspill.gguf.types import TensorType
-from overspill.kernels import Ops, Steps
+from overspill.kernels import AttentionWeights, Ops, RouterWeights, Steps, TokenAttention, TokenRouter
 from overspill.models.base import Block, HParams, Routing, UbatchView
 from overspill.models.layers import (
     PARTS,
@@ -37,6 +37,9 @@ from overspill.models.rope import Rope
 from overspill.models.router import pick_experts
 from overspill.quant.experts import Activation, ExpertVectors, ExpertWeights
 from overspill.quant.qtensor import QTensor
+
+# Methods that no subclass overrides where attention is one op.
+_ATTENTION_HOOKS = ("attention", "attention_output", "put_projected", "attend_cells")
 
 
 class _Preparation(NamedTuple):
@@ -98,6 +101,8 @@ class Transformer:
         self._blocks = blocks
         self._head = head
         self._ropes = [_rope(hparams, i, block) for i, block in enumerate(blocks)]
+        self._token_attentions = [self._token_attention(i, block) for i, block in enumerate(blocks)]
+        self._token_routers = [self._token_router(i, block) for i, block in enumerate(blocks)]
         self._vectors = [expert_vectors(block, hparams.expert_limit(i)) for i, block in enumerate(blocks)]
 
     def embed(self, ids: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
@@ -107,6 +112,11 @@ class Transformer:
     def attend(self, i_layer: int, x: torch.Tensor, cache: KvCache, view: UbatchView) -> torch.Tensor:
         """Norm, attention, output projection, residual: `[T, D]` -> `[T, D]`."""
         block, eps = self._blocks[i_layer], self.hparams.rms_eps
+        if len(x) == 1 and view.steps is None:
+            attend, rope = self._token_attentions[i_layer], self._ropes[i_layer]
+            if attend is not None and rope is not None:
+                (segment,) = view.segments
+                return attend(x, *cache.all_cells(segment), segment.first_pos, view.angles(rope))
         if self.has_plain_projections:
             qkv = norm_linears(block, "attn_norm", _QKV, x, eps)
             attended = self.attend_projected(i_layer, block, qkv, cache, view)
@@ -212,17 +222,20 @@ class Transformer:
             normed = block.ops.rms_norm(x, block.vector(self.ffn_norm), hp.rms_eps)
             x += self.after_ffn(block, self.dense(block, normed))
             return None
-        normed, routing = self._routed(block, x)
+        normed, routing = self._routed(i_layer, block, x)
         if block.has("ffn_gate_shexp"):
             x += self.after_ffn(block, shared_experts(block, normed))
         return routing
 
-    def _routed(self, block: Block, x: torch.Tensor) -> tuple[torch.Tensor, Routing]:
+    def _routed(self, i_layer: int, block: Block, x: torch.Tensor) -> tuple[torch.Tensor, Routing]:
         """The normed x, and its routing."""
         gain, eps, rule = block.vector(self.ffn_norm), self.hparams.rms_eps, self.hparams.router
+        token_router = self._token_routers[i_layer]
+        if len(x) == 1 and token_router is not None:
+            routed = token_router(x)
+            return routed[0], Routing(*routed)
         router = block.matrix("ffn_gate_inp")
-        is_plain = self.has_plain_router and router.type is TensorType.F32 and is_bare(block, "ffn_gate_inp")
-        if block.ops.route is None or not is_plain or rule is None or rule.n_groups > 1:
+        if block.ops.route is None or rule is None or not self._is_plain_router(block):
             normed = block.ops.rms_norm(x, gain, eps)
             return normed, self.pick(block, normed)
         routed = block.ops.route(
@@ -237,6 +250,50 @@ class Transformer:
             scale=rule.scale,
         )
         return routed[0], Routing(*routed)
+
+    def _is_plain_router(self, block: Block) -> bool:
+        """Whether norm, product and choice may be one op."""
+        rule, router = self.hparams.router, block.matrix("ffn_gate_inp")
+        is_plain = self.has_plain_router and router.type is TensorType.F32 and is_bare(block, "ffn_gate_inp")
+        return is_plain and rule is not None and rule.n_groups <= 1
+
+    def _token_router(self, i_layer: int, block: Block) -> TokenRouter | None:
+        rule, make = self.hparams.router, block.ops.token_router
+        if make is None or rule is None or not self.hparams.is_moe(i_layer) or not self._is_plain_router(block):
+            return None
+        weights = RouterWeights(
+            gain=block.vector(self.ffn_norm),
+            router=block.matrix("ffn_gate_inp"),
+            bias=block.bias("exp_probs_b"),
+            eps=self.hparams.rms_eps,
+            n_used=rule.n_used,
+            gating=rule.gating,
+            is_normalised=rule.is_normalised,
+            scale=rule.scale,
+        )
+        return make(weights)
+
+    def _token_attention(self, i_layer: int, block: Block) -> TokenAttention | None:
+        hp, make, names = self.hparams, block.ops.token_attention, ("attn_q", "attn_k", "attn_v", "attn_output")
+        is_plain = self.has_plain_heads and self.has_plain_residual and self._ropes[i_layer] is not None
+        is_plain = is_plain and all(getattr(type(self), n) is getattr(Transformer, n) for n in _ATTENTION_HOOKS)
+        if make is None or not is_plain or not all(block.has(name) and is_bare(block, name) for name in names):
+            return None
+        q, k, v, output = (block.matrix(name) for name in names)
+        weights = AttentionWeights(
+            gain=block.vector("attn_norm"),
+            q=q,
+            k=k,
+            v=v,
+            output=output,
+            gains=head_gains(block),
+            sinks=block.vector("attn_sinks") if block.has("attn_sinks") else None,
+            eps=hp.rms_eps,
+            scale=self.attention_scale,
+            window=hp.window(i_layer),
+            is_interleaved=self.is_rope_interleaved,
+        )
+        return make(weights)
 
     def pick(self, block: Block, normed: torch.Tensor) -> Routing:
         """Hook: the router."""

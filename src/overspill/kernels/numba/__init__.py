@@ -18,13 +18,18 @@ from overspill.kernels.numba.decode import DECODERS
 from overspill.kernels.numba.experts import experts
 from overspill.kernels.numba.jit import config
 from overspill.kernels.numba.matmul import add_matmul, matmul, matmuls
+from overspill.kernels.numba.one_token import TokenAttention, TokenRouter
 from overspill.kernels.numba.pick import pick_experts
 from overspill.kernels.numba.rows import norm_rows, prepare_heads
+from overspill.kernels.numba.target import UNIT_ELEMENTS
 
 if config.THREADING_LAYER == "default":
     config.THREADING_LAYER = "omp"
 
 __all__ = [
+    "UNIT_ELEMENTS",
+    "TokenAttention",
+    "TokenRouter",
     "add_matmul",
     "attend_few",
     "experts",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -13,13 +12,13 @@ from torch import Tensor
 from overspill.kernels.numba.finish import exp_from
 from overspill.kernels.numba.jit import inner_sums
 from overspill.kernels.numba.memory import load_f32, reader, store_f32
-from overspill.kernels.numba.native import direct
+from overspill.kernels.numba.native import callable_at, direct_address
 from overspill.kernels.numba.rows import ONE, ZERO, check_rows, dot
 from overspill.kernels.numba.target import LANES, SOURCE_DIGEST
 from overspill.kernels.numba.workspace import WORKSPACE
 
 
-class _Attention(NamedTuple):
+class AttentionCall(NamedTuple):
     """Addresses, and strides in bytes. window: of cells; sinks: 0 for none. scores: room for one head."""
 
     q: int
@@ -43,7 +42,7 @@ class _Attention(NamedTuple):
     window: int
 
 
-_read_attention = reader(_Attention)
+_read_attention = reader(AttentionCall)
 
 
 def attend_few(
@@ -58,9 +57,9 @@ def attend_few(
         raise ValueError(f"sinks {sinks.dtype} {tuple(sinks.shape)} do not fit {H} heads")
     out = torch.empty(T, H * B)
     scores_bytes = 4 * (C + LANES)
-    call = WORKSPACE.memory("call", 8 * len(_Attention._fields))
+    call = WORKSPACE.memory("call", 8 * len(AttentionCall._fields))
     call.write(
-        _Attention(
+        AttentionCall(
             *(q.data_ptr(), 4 * q.stride(0), 4 * q.stride(1)),
             *(k.data_ptr(), 4 * k.stride(1), 4 * k.stride(0)),
             *(v.data_ptr(), 4 * v.stride(1), 4 * v.stride(0)),
@@ -76,12 +75,13 @@ def attend_few(
             window=C if window is None else window,
         )
     )
-    _attend_all()(call.address, scale)
+    callable_at(attend_address(), 1, 1)(call.address, scale)
     return out
 
 
 @cache
-def _attend_all() -> Callable[..., None]:
+def attend_address() -> int:
+    """(call), scale."""
     digest = SOURCE_DIGEST
 
     def attend_all(call, scale):
@@ -99,7 +99,7 @@ def _attend_all() -> Callable[..., None]:
                 total = _weigh(q, k, c, last - first, h, scale)
                 _mix(v, c, last - first, out, ONE / total)
 
-    return direct(attend_all, 1, 1)
+    return direct_address(attend_all, 1, 1)
 
 
 @inner_sums

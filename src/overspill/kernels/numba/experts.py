@@ -22,7 +22,7 @@ from overspill.kernels.numba.expert_loops import (
     hidden_address,
 )
 from overspill.kernels.numba.matmul import padded
-from overspill.kernels.numba.native import run
+from overspill.kernels.numba.native import Step, run
 from overspill.kernels.numba.panel import (
     SCRATCH_BYTES,
     SILU,
@@ -165,10 +165,11 @@ def _run(
         scratch=WORKSPACE.memory("scratch", n_threads * SCRATCH_BYTES).address,
     )
     call.write(fields + describe(stacks[0]) + describe(stacks[1]) + describe(stacks[2]))
-    digitise_x = digitise_x_address() if x_digits else 0
-    digitise_hidden = digitise_hidden_address() if hidden_digits else 0
-    steps = (group_address(), digitise_x, hidden_address(), digitise_hidden, down_address())
-    run(steps, call.address, n_threads)
+    steps = [Step(group_address(), call.address)]
+    steps += [Step(digitise_x_address(), call.address, n_threads)] * bool(x_digits)
+    steps += [Step(hidden_address(), call.address, n_threads)]
+    steps += [Step(digitise_hidden_address(), call.address, n_threads)] * bool(hidden_digits)
+    run([*steps, Step(down_address(), call.address, n_threads)])
     if call.read(IS_WRONG):
         raise IndexError(f"expert ids must be 0 to {n_experts - 1} and slots at most {n_slots - 1}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from overspill.kernels.numba.digits import digit_bytes, digitise
 from overspill.kernels.numba.jit import inner
 from overspill.kernels.numba.memory import next_number, reader, store_f32, store_i64
-from overspill.kernels.numba.native import c_function, caller, run
+from overspill.kernels.numba.native import Step, c_function, caller, run
 from overspill.kernels.numba.panel import (
     ADD,
     BLOCK_TOKENS,
@@ -27,7 +27,7 @@ from overspill.kernels.numba.panel import (
     takes_digits,
 )
 from overspill.kernels.numba.target import SOURCE_DIGEST, TASK_ROWS, UNIT_ELEMENTS
-from overspill.kernels.numba.workspace import WORKSPACE
+from overspill.kernels.numba.workspace import WORKSPACE, Memory
 from overspill.quant.qtensor import QTensor
 
 # Tasks per thread: some, for the fast threads to take over from the slow; not many, as long runs of rows read faster.
@@ -81,6 +81,9 @@ class _Product(NamedTuple):
 _read_call = reader(_Call)
 _read_product = reader(_Product)
 _call_multiply = caller(N_MULTIPLY_ARGS)
+# Where in a call of one matrix the addresses of its input and output are, for calls that are run again.
+X_NUMBER = _Call._fields.index("x")
+OUT_NUMBER = len(_Call._fields) + _Product._fields.index("out")
 _N_CALL, _N_PRODUCT = len(_Call._fields), len(_Product._fields)
 _PRODUCT_BYTES = 8 * (_N_PRODUCT + len(Rows._fields))
 
@@ -122,18 +125,32 @@ def _check(x: Tensor, weights: Sequence[QTensor]) -> None:
 
 
 def _multiply(x: Tensor, weights: Sequence[QTensor], outs: Sequence[Tensor], then: int) -> None:
-    x, n_tokens = padded(x), x.shape[0]
+    x = padded(x)
+    out_rows = [(out.data_ptr(), 4 * out.stride(0)) for out in outs]
+    run(product_steps((x.data_ptr(), 4 * x.stride(0)), x.shape, weights, out_rows, then, WORKSPACE.memory))
+
+
+def product_steps(
+    x: tuple[int, int],
+    x_shape: tuple[int, ...],
+    weights: Sequence[QTensor],
+    outs: Sequence[tuple[int, int]],
+    then: int,
+    memory: Callable[[str, int], Memory],
+) -> list[Step]:
+    """What multiplies the rows of x with weights. x, outs: address and bytes from row to row. memory: gives it."""
+    n_tokens, n_elements = x_shape
     all_rows = [describe(w) for w in weights]
     n_bytes = sum(w.shape[0] * rows.row_bytes for w, rows in zip(weights, all_rows, strict=True))
     n_threads = max(1, min(get_num_threads(), n_tokens * n_bytes // _BYTES_PER_THREAD))
     # The call block: fields, products with their descriptions, then arrays with an entry per token.
     n_arrays = len(weights) + 3  # inputs, digit inputs, outputs, ones
-    call = WORKSPACE.memory("call", 8 * (_N_CALL + n_arrays * n_tokens) + len(weights) * _PRODUCT_BYTES)
+    call = memory("call", 8 * (_N_CALL + n_arrays * n_tokens) + len(weights) * _PRODUCT_BYTES)
     products = call.address + 8 * _N_CALL
     inputs = products + len(weights) * _PRODUCT_BYTES
-    digit_inputs, digits_stride = inputs + 8 * n_tokens, digit_bytes(x.shape[1])
+    digit_inputs, digits_stride = inputs + 8 * n_tokens, digit_bytes(n_elements)
     any_digits = any(takes_digits(w.type) for w in weights)
-    has_few = n_threads == 1 or x.numel() <= _FEW_ACTIVATIONS
+    has_few = n_threads == 1 or n_tokens * n_elements <= _FEW_ACTIVATIONS
     numbers: tuple[int, ...] = _Call(
         counter=0,
         multiply=multiply_address(),
@@ -141,24 +158,26 @@ def _multiply(x: Tensor, weights: Sequence[QTensor], outs: Sequence[Tensor], the
         n_threads=n_threads,
         then=then,
         weights=inputs + 8 * (n_arrays - 1) * n_tokens,
-        x=x.data_ptr(),
-        x_stride=4 * x.stride(0),
+        x=x[0],
+        x_stride=x[1],
         inputs=inputs,
-        n_elements=x.shape[1],
-        digits=WORKSPACE.memory("digits", n_tokens * digits_stride).address if any_digits else 0,
+        n_elements=n_elements,
+        digits=memory("digits", n_tokens * digits_stride).address if any_digits else 0,
         digits_stride=digits_stride,
         digit_inputs=digit_inputs,
         n_digitised=n_tokens if any_digits and has_few else 0,
-        scratch=WORKSPACE.memory("scratch", n_threads * SCRATCH_BYTES).address,
+        scratch=memory("scratch", n_threads * SCRATCH_BYTES).address,
         n_products=len(weights),
         products=products,
     )
     for i, (w, rows, out) in enumerate(zip(weights, all_rows, outs, strict=True)):
         outputs, taken = inputs + 8 * (i + 2) * n_tokens, digit_inputs if takes_digits(w.type) else inputs
-        numbers += _Product(out.shape[1], out.data_ptr(), 4 * out.stride(0), taken, outputs) + rows
+        numbers += _Product(w.shape[0], *out, taken, outputs) + rows
     call.write(numbers)
-    digitise_all = _digitise_address() if any_digits and not has_few else 0
-    run((_prepare_address(), digitise_all, _work_address(), 0, 0), call.address, n_threads)
+    steps = [Step(_prepare_address(), call.address)]
+    if any_digits and not has_few:
+        steps.append(Step(_digitise_address(), call.address, n_threads))
+    return [*steps, Step(_work_address(), call.address, n_threads)]
 
 
 def padded(x: Tensor) -> Tensor:
@@ -184,6 +203,7 @@ def _prepare_address() -> int:
     def prepare_matmul(call, i_thread):
         _ = digest
         c = _read_call(call)
+        store_i64(call, 0, 0)
         for i in range(c.n_tokens):
             store_i64(c.inputs, i, c.x + i * c.x_stride)
             store_i64(c.digit_inputs, i, c.digits + i * c.digits_stride)

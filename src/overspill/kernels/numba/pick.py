@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 
 import numpy as np
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from overspill.kernels.numba.jit import inner_sums
 from overspill.kernels.numba.memory import load_f32, load_i32, store_f32, store_i32
-from overspill.kernels.numba.native import direct
+from overspill.kernels.numba.native import callable_at, direct_address
 from overspill.kernels.numba.rows import ONE, ZERO, check_rows
 from overspill.kernels.numba.target import SOURCE_DIGEST
 from overspill.kernels.numba.workspace import WORKSPACE
@@ -35,12 +34,13 @@ def pick_experts(
     scratch = WORKSPACE.memory("scores", 8 * n_experts).address
     bias_address = 0 if bias is None else bias.data_ptr()
     places = (logits.data_ptr(), bias_address, ids.data_ptr(), mix.data_ptr(), scratch)
-    _pick_all()(*places, n_tokens, n_experts, n_used, gating, is_normalised, scale)
+    callable_at(pick_address(), 10, 1)(*places, n_tokens, n_experts, n_used, gating, is_normalised, scale)
     return ids, mix
 
 
 @cache
-def _pick_all() -> Callable[..., None]:
+def pick_address() -> int:
+    """(logits, bias, ids, mix, scratch, n_tokens, n_experts, n_used, gating, is_normalised), scale."""
     digest = SOURCE_DIGEST
 
     def pick_all(logits, bias, ids, mix, scratch, n_tokens, n_experts, n_used, gating, is_normalised, scale):
@@ -57,7 +57,7 @@ def _pick_all() -> Callable[..., None]:
                 _softmax(mix + at, mix + at, n_used)
             _scale(mix + at, n_used, is_normalised, scale)
 
-    return direct(pick_all, 10, 1)
+    return direct_address(pick_all, 10, 1)
 
 
 @inner_sums

@@ -7,7 +7,6 @@ check that, may call the compiled parts. A token's result does not depend on the
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from overspill.kernels.numba.jit import inner_sums
 from overspill.kernels.numba.memory import load_f32, reader, store_f32
-from overspill.kernels.numba.native import direct
+from overspill.kernels.numba.native import callable_at, direct_address
 from overspill.kernels.numba.target import SOURCE_DIGEST
 from overspill.kernels.numba.workspace import WORKSPACE
 
@@ -41,12 +40,13 @@ def norm_rows(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     if gain.shape != x.shape[-1:]:
         raise ValueError(f"a gain {tuple(gain.shape)} does not fit {tuple(x.shape)}")
     out, n = torch.empty_like(x), gain.numel()
-    _norm_rows()(x.data_ptr(), out.data_ptr(), gain.data_ptr(), x.numel() // n, n, eps)
+    callable_at(norm_rows_address(), 5, 1)(x.data_ptr(), out.data_ptr(), gain.data_ptr(), x.numel() // n, n, eps)
     return out
 
 
 @cache
-def _norm_rows() -> Callable[..., None]:
+def norm_rows_address() -> int:
+    """(x, out, gain, n_rows, n), eps."""
     digest = SOURCE_DIGEST
 
     def norm_all_rows(x, out, gain, n_rows, n, eps):
@@ -54,7 +54,7 @@ def _norm_rows() -> Callable[..., None]:
         for i_row in range(n_rows):
             _norm(x + 4 * n * i_row, out + 4 * n * i_row, gain, n, eps)
 
-    return direct(norm_all_rows, 5, 1)
+    return direct_address(norm_all_rows, 5, 1)
 
 
 @inner_sums
@@ -75,7 +75,7 @@ def dot(a, b, n):
 # --- Heads: norm, rotation, and their way into the cache
 
 
-class _Heads(NamedTuple):
+class Heads(NamedTuple):
     """Addresses, and strides in bytes; heads of a token follow each other in x. gain: 0 for none."""
 
     x: int
@@ -88,7 +88,7 @@ class _Heads(NamedTuple):
     gain: int
 
 
-class _Rotation(NamedTuple):
+class Rotation(NamedTuple):
     """cos and sin: `n_half` floats for each token. n_half: 0 for no rotation."""
 
     cos: int
@@ -97,10 +97,10 @@ class _Rotation(NamedTuple):
     is_interleaved: int
 
 
-_read_heads = reader(_Heads)
-_read_rotation = reader(_Rotation)
-_N_HEADS_FIELDS = len(_Heads._fields)
-_HEADS_BYTES = 8 * _N_HEADS_FIELDS
+_read_heads = reader(Heads)
+_read_rotation = reader(Rotation)
+_N_HEADS_FIELDS = len(Heads._fields)
+HEADS_BYTES = 8 * _N_HEADS_FIELDS
 
 
 def prepare_heads(
@@ -129,36 +129,37 @@ def prepare_heads(
         and q.shape[1] == out.shape[1] * n_channels
     ):
         raise ValueError(f"heads {q.shape}, {k.shape}, {v.shape} do not fit {keys.shape}, {values.shape}, {cos.shape}")
-    call = WORKSPACE.memory("call", 3 * _HEADS_BYTES + 8 * len(_Rotation._fields))
+    call = WORKSPACE.memory("call", 3 * HEADS_BYTES + 8 * len(Rotation._fields))
     call.write(
-        _heads(q, out.transpose(0, 1), gains[0])
-        + _heads(k, keys, gains[1])
-        + _heads(v, values, None)
-        + _Rotation(cos.data_ptr(), sin.data_ptr(), n_half, int(is_interleaved))
+        heads_of(q, out.transpose(0, 1), gains[0])
+        + heads_of(k, keys, gains[1])
+        + heads_of(v, values, None)
+        + Rotation(cos.data_ptr(), sin.data_ptr(), n_half, int(is_interleaved))
     )
-    _prepare_all()(call.address, n_tokens, eps)
+    callable_at(prepare_heads_address(), 2, 1)(call.address, n_tokens, eps)
     return out
 
 
-def _heads(x: Tensor, out_GTA: Tensor, gain: Tensor | None) -> _Heads:
+def heads_of(x: Tensor, out_GTA: Tensor, gain: Tensor | None) -> Heads:
     n_heads, _, n_channels = out_GTA.shape
     head_stride, stride, _ = out_GTA.stride()
     if gain is not None and (gain.dtype != torch.float32 or gain.shape != (n_channels,) or not gain.is_contiguous()):
         raise ValueError(f"a gain {gain.dtype} {tuple(gain.shape)} does not fit heads of {n_channels}")
     address = 0 if gain is None else gain.data_ptr()
     places = (x.data_ptr(), 4 * x.stride(0), out_GTA.data_ptr(), 4 * stride, 4 * head_stride)
-    return _Heads(*places, n_heads, n_channels, address)
+    return Heads(*places, n_heads, n_channels, address)
 
 
 @cache
-def _prepare_all() -> Callable[..., None]:
+def prepare_heads_address() -> int:
+    """(call, n_tokens), eps. call: queries, keys, values (`Heads`), `Rotation`."""
     digest = SOURCE_DIGEST
 
     def prepare_all_heads(call, n_tokens, eps):
         _ = digest
-        rotation = _read_rotation(call + 3 * _HEADS_BYTES)
+        rotation = _read_rotation(call + 3 * HEADS_BYTES)
         for i in range(3):
-            heads = _read_heads(call + i * _HEADS_BYTES)
+            heads = _read_heads(call + i * HEADS_BYTES)
             for t in range(n_tokens):
                 at = 4 * rotation.n_half * t
                 for h in range(heads.n_heads):
@@ -168,7 +169,7 @@ def _prepare_all() -> Callable[..., None]:
                     if i < 2:
                         _rotate(out, rotation.cos + at, rotation.sin + at, rotation.n_half, rotation.is_interleaved)
 
-    return direct(prepare_all_heads, 2, 1)
+    return direct_address(prepare_all_heads, 2, 1)
 
 
 @inner_sums

@@ -25,9 +25,9 @@ class Memory:
         self._bytes = memory.data[start : start + n_bytes]
         self.address = memory.ctypes.data + start
 
-    def write(self, numbers: tuple[int, ...]) -> None:
-        """Store int64 numbers at the beginning."""
-        _packer(len(numbers)).pack_into(self._bytes, 0, *numbers)
+    def write(self, numbers: tuple[int, ...], first: int = 0) -> None:
+        """Store int64 numbers from index `first` on."""
+        _packer(len(numbers)).pack_into(self._bytes, 8 * first, *numbers)
 
     def read(self, i_number: int) -> int:
         """The int64 number at index `i_number`."""
