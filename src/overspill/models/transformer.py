@@ -259,7 +259,8 @@ class Transformer:
 
     def _token_router(self, i_layer: int, block: Block) -> TokenRouter | None:
         rule, make = self.hparams.router, block.ops.token_router
-        if make is None or rule is None or not self.hparams.is_moe(i_layer) or not self._is_plain_router(block):
+        is_there = self.hparams.is_moe(i_layer) and block.has("ffn_gate_inp") and block.has(self.ffn_norm)
+        if make is None or rule is None or not is_there or not self._is_plain_router(block):
             return None
         weights = RouterWeights(
             gain=block.vector(self.ffn_norm),
@@ -277,7 +278,8 @@ class Transformer:
         hp, make, names = self.hparams, block.ops.token_attention, ("attn_q", "attn_k", "attn_v", "attn_output")
         is_plain = self.has_plain_heads and self.has_plain_residual and self._ropes[i_layer] is not None
         is_plain = is_plain and all(getattr(type(self), n) is getattr(Transformer, n) for n in _ATTENTION_HOOKS)
-        if make is None or not is_plain or not all(block.has(name) and is_bare(block, name) for name in names):
+        is_there = block.has("attn_norm") and all(block.has(name) and is_bare(block, name) for name in names)
+        if make is None or not is_plain or not is_there:
             return None
         q, k, v, output = (block.matrix(name) for name in names)
         weights = AttentionWeights(

@@ -2,6 +2,7 @@
 
 unpack  turns sixteen rows of a type into bytes, steps and offsets, transposed so that a lane is a row.
 tile    multiplies them with a few tokens at once: four products a lane and instruction, whose sums are exact integers.
+dot     does both for one token, with nothing stored in between.
 
 The sums of a group become float32, times the steps of both sides, and are added group after group: one order for any
 number of tokens or rows. Where the CPU lacks the instruction, `leaf` does the same types in float32.
@@ -24,9 +25,9 @@ from overspill.kernels.numba.jit import intrinsic
 from overspill.kernels.numba.lanes import N_LANES, Lanes
 from overspill.kernels.numba.native import c_function
 from overspill.kernels.numba.target import SOURCE_DIGEST
-from overspill.kernels.numba.unpack import UNPACKERS
+from overspill.kernels.numba.unpack import UNPACKERS, Group
 
-N_UNPACK_ARGS, N_DIGIT_TILE_ARGS = 7, 5
+N_UNPACK_ARGS, N_DIGIT_TILE_ARGS, N_DIGIT_DOT_ARGS = 7, 5, 8
 # Values of a row that are unpacked at once: with those of sixteen rows, and some tokens, in the first-level cache.
 PIECE_ELEMENTS = 512
 _VECTOR_BYTES = 64
@@ -61,6 +62,27 @@ def digit_tile_address(n_tokens: int, n_steps: int) -> int:
     return c_function(digit_tile, N_DIGIT_TILE_ARGS)
 
 
+@cache
+def digit_dot_address(type: TensorType) -> int:
+    """C function (rows, row_bytes, n_rows, first_unit, n_units, ahead, x, sums), see `_emit_dot`."""
+    type_id, digest = int(type), SOURCE_DIGEST
+
+    def digit_dot(rows, row_bytes, n_rows, first_unit, n_units, ahead, x, sums):
+        _dot(type_id, digest, (rows, row_bytes, n_rows, first_unit, n_units, ahead, x, sums))
+
+    return c_function(digit_dot, N_DIGIT_DOT_ARGS)
+
+
+@intrinsic(prefer_literal=True)
+def _dot(typing_context, type_id, digest, arguments):
+    def codegen(context, builder, signature, args):
+        type = TensorType(type_id.literal_value)
+        _emit_dot(Emitter(builder), type, *cgutils.unpack_tuple(builder, args[2]))
+        return context.get_dummy_value()
+
+    return types.void(type_id, digest, arguments), codegen
+
+
 @intrinsic(prefer_literal=True)
 def _unpack(typing_context, type_id, digest, arguments):
     def codegen(context, builder, signature, args):
@@ -82,28 +104,45 @@ def _tile(typing_context, n_tokens, n_steps, digest, arguments):
 
 
 def _emit_unpack(e, type, rows, row_bytes, n_rows, first_unit, n_units, ahead, out):
-    """Units `first_unit ...` of sixteen rows, `PIECE_ELEMENTS` at most, to `out`.
+    """Units `first_unit ...` of sixteen rows, `PIECE_ELEMENTS` at most, to `out`."""
+    out, unpacker = e.pointer(out), UNPACKERS[type]
+    out_bytes = group_bytes(unpacker.n_steps) * unpacker.n_groups
+    for i_unit, lanes in _units(e, unpacker, rows, row_bytes, n_rows, first_unit, n_units, ahead):
+        target = e.at(out, e.offset(i_unit, out_bytes))
+        for i_group, group in enumerate(unpacker.run(lanes)):
+            at = i_group * group_bytes(unpacker.n_steps)
+            for i, vec in enumerate((*group.quants, *group.steps, *group.offsets)):
+                e.store(vec, target, at + _VECTOR_BYTES * i, _VECTOR_BYTES)
+
+
+def _emit_dot(e, type, rows, row_bytes, n_rows, first_unit, n_units, ahead, x, sums):
+    """The same units times the digits of one token at `x`, added to `sums`, `[16]`."""
+    x, sums, unpacker = e.pointer(x), e.pointer(sums), UNPACKERS[type]
+    for i_unit, lanes in _units(e, unpacker, rows, row_bytes, n_rows, first_unit, n_units, ahead):
+        digits = e.at(x, e.offset(i_unit, GROUP_BYTES * unpacker.n_groups))
+        total = e.floats(sums, 0, _VECTOR_BYTES)
+        for i_group, group in enumerate(unpacker.run(lanes)):
+            (total,) = _add_group(e, group, [e.at(digits, GROUP_BYTES * i_group)], [total])
+        e.store(total, sums, 0, _VECTOR_BYTES)
+
+
+def _units(e, unpacker, rows, row_bytes, n_rows, first_unit, n_units, ahead):
+    """Yields, once, the index of a unit and sixteen rows there: what is emitted then is done for each unit.
 
     Of fewer rows the last one is repeated. The CPU's own prefetcher follows long streams, not sixteen short ones. So,
     while these rows are read, as many bytes at `ahead` are asked for: what will be read next. They go to the
     second-level cache, as sixteen long rows would not last in the first.
     """
-    b, unpacker = e.builder, UNPACKERS[type]
-    rows = b.add(rows, b.mul(first_unit, const(unpacker.n_bytes)))
-    rows, row_bytes = _sixteen_rows(e, rows, row_bytes, n_rows, b.mul(n_units, const(unpacker.n_bytes)))
-    out, ahead = e.pointer(out), e.pointer(ahead)
-    out_bytes = group_bytes(unpacker.n_steps) * unpacker.n_groups
+    b, n_bytes = e.builder, unpacker.n_bytes
+    rows = b.add(rows, b.mul(first_unit, const(n_bytes)))
+    rows, row_bytes = _sixteen_rows(e, rows, row_bytes, n_rows, b.mul(n_units, const(n_bytes)))
+    ahead = e.pointer(ahead)
     with cgutils.for_range(b, n_units) as units:
-        for line in range(0, unpacker.n_bytes * N_LANES, 64):
-            e.prefetch(ahead, e.offset(units.index, unpacker.n_bytes * N_LANES, line), cache=2)
-        offset = e.offset(units.index, unpacker.n_bytes)
+        for line in range(0, n_bytes * N_LANES, 64):
+            e.prefetch(ahead, e.offset(units.index, n_bytes * N_LANES, line), cache=2)
+        offset = e.offset(units.index, n_bytes)
         fours = [e.at(e.pointer(rows), b.add(offset, b.mul(row_bytes, const(i)))) for i in range(0, N_LANES, 4)]
-        lanes = Lanes(e, [e.at(four, b.mul(row_bytes, const(i))) for four in fours for i in range(4)])
-        target = e.at(out, e.offset(units.index, out_bytes))
-        for i_group, group in enumerate(unpacker.run(lanes)):
-            at = i_group * group_bytes(unpacker.n_steps)
-            for i, vec in enumerate((*group.quants, *group.steps, *group.offsets)):
-                e.store(vec, target, at + _VECTOR_BYTES * i, _VECTOR_BYTES)
+        yield units.index, Lanes(e, [e.at(four, b.mul(row_bytes, const(i))) for four in fours for i in range(4)])
 
 
 def _sixteen_rows(e, rows, row_bytes, n_rows, n_bytes):
@@ -129,33 +168,49 @@ def _emit_tile(e, n_tokens, n_steps, unpacked, n_groups, xs, x_offset, sums):
     unpacked, sums = e.pointer(unpacked), e.pointer(sums)
     tokens = [e.at(e.pointer(e.load(e.pointer(xs), 8 * i, I64)), x_offset) for i in range(n_tokens)]
     with cgutils.for_range(b, n_groups) as groups:
-        group = e.at(unpacked, e.offset(groups.index, group_bytes(n_steps)))
+        group = _stored_group(e, e.at(unpacked, e.offset(groups.index, group_bytes(n_steps))), n_steps)
         digits = [e.at(token, e.offset(groups.index, GROUP_BYTES)) for token in tokens]
-        for i_step in range(n_steps):
-            quads = range(_N_QUADS // n_steps * i_step, _N_QUADS // n_steps * (i_step + 1))
-            products = _integer_products(e, group, digits, quads)
-            step = e.floats(group, _VECTOR_BYTES * (_N_QUADS + i_step), _VECTOR_BYTES)
-            offset = e.floats(group, _VECTOR_BYTES * (_N_QUADS + n_steps + i_step), _VECTOR_BYTES)
-            sum_at = SUM_AT if n_steps == 1 else HALF_SUMS_AT + 4 * i_step
-            for i_token, (x, product) in enumerate(zip(digits, products, strict=True)):
-                at = _VECTOR_BYTES * i_token
-                total = e.fma(offset, e.splat_float(x, sum_at), e.floats(sums, at, _VECTOR_BYTES))
-                e.store(e.fma(product, step * e.splat_float(x, STEP_AT), total), sums, at, _VECTOR_BYTES)
+        totals = [e.floats(sums, _VECTOR_BYTES * i, _VECTOR_BYTES) for i in range(n_tokens)]
+        for i, total in enumerate(_add_group(e, group, digits, totals)):
+            e.store(total, sums, _VECTOR_BYTES * i, _VECTOR_BYTES)
 
 
-def _integer_products(e, group, digits, quads):
+def _stored_group(e, pointer, n_steps):
+    quants = [e.load(pointer, _VECTOR_BYTES * i, ir.VectorType(I32, N_LANES)) for i in range(_N_QUADS)]
+    floats = [e.floats(pointer, _VECTOR_BYTES * (_N_QUADS + i), _VECTOR_BYTES) for i in range(2 * n_steps)]
+    return Group([e.vec(value) for value in quants], floats[:n_steps], floats[n_steps:])
+
+
+def _add_group(e, group, digits, totals):
+    """Totals of some tokens, and the products of a group with their digits."""
+    n_steps = len(group.steps)
+    for i_step, (step, offset) in enumerate(zip(group.steps, group.offsets, strict=True)):
+        quads = range(_N_QUADS // n_steps * i_step, _N_QUADS // n_steps * (i_step + 1))
+        sum_at = SUM_AT if n_steps == 1 else HALF_SUMS_AT + 4 * i_step
+        products = _integer_products(e, group.quants, digits, quads)
+        totals = [e.fma(offset, e.splat_float(x, sum_at), t) for x, t in zip(digits, totals, strict=True)]
+        totals = [
+            e.fma(product, step * e.splat_float(x, STEP_AT), t)
+            for x, t, product in zip(digits, totals, products, strict=True)
+        ]
+    return totals
+
+
+def _integer_products(e, quants, digits, quads):
     """Sums of bytes times digits over some quads, as float32, for each token."""
     totals = [[e.vec(const_vec(I32, [0] * N_LANES))] * _N_DIGITS for _ in digits]
     for quad in quads:
-        weights = e.vec(e.load(group, _VECTOR_BYTES * quad, ir.VectorType(I32, N_LANES)))
+        weights = quants[quad]
         for i_token, x in enumerate(digits):
             totals[i_token] = [
                 _add_products(e, total, weights, e.splat(e.load(x, 32 * digit + 4 * quad, I32), N_LANES))
                 for digit, total in enumerate(totals[i_token])
             ]
+    products = []
     for high, middle, low in totals:
         upper = ((high << 8) + middle).to_float()
-        yield e.fma(upper, e.like(upper, 256.0), low.to_float())
+        products.append(e.fma(upper, e.like(upper, 256.0), low.to_float()))
+    return products
 
 
 def _add_products(e: Emitter, totals: Vec, weights: Vec, digits: Vec) -> Vec:

@@ -16,11 +16,12 @@ import numpy as np
 from overspill.gguf.types import TensorType
 from overspill.kernels.numba.decode import DECODERS
 from overspill.kernels.numba.digit_leaf import (
+    N_DIGIT_DOT_ARGS,
     N_DIGIT_TILE_ARGS,
     N_UNPACK_ARGS,
     PIECE_ELEMENTS,
+    digit_dot_address,
     digit_tile_address,
-    group_bytes,
     unpack_address,
 )
 from overspill.kernels.numba.digits import GROUP_BYTES, GROUP_ELEMENTS
@@ -74,8 +75,8 @@ class Rows(NamedTuple):
     """One stored matrix (of a stack, the first) and the inner loops of its type. Addresses and sizes in bytes.
 
     n_units: whole decoder units in a row, of `unit_elements` values; `tail_bytes` of plain floats may follow.
-    dot1 to dot8, decode, tile1 to tile3: addresses of C functions, see `leaf`. unpack, digit_tile1 to digit_tile8:
-    see `digit_leaf`; unpacked_bytes: of a group. Those of the way that is not taken are 0.
+    dot1 to dot8, decode, tile1 to tile3: addresses of C functions, see `leaf`. unpack, digit_tile1 to
+    digit_tile8, digit_dot: see `digit_leaf`; Those of the way that is not taken are 0.
     """
 
     address: int
@@ -92,11 +93,11 @@ class Rows(NamedTuple):
     tile2: int
     tile3: int
     unpack: int
-    unpacked_bytes: int
     digit_tile1: int
     digit_tile2: int
     digit_tile4: int
     digit_tile8: int
+    digit_dot: int
 
 
 class Part(NamedTuple):
@@ -135,6 +136,7 @@ _call_decode = caller(N_DECODE_ARGS)
 _call_tile = caller(N_TILE_ARGS)
 _call_unpack = caller(N_UNPACK_ARGS)
 _call_digit_tile = caller(N_DIGIT_TILE_ARGS)
+_call_digit_dot = caller(N_DIGIT_DOT_ARGS)
 
 
 def describe(weight: QTensor) -> Rows:
@@ -154,9 +156,9 @@ def _describe_row(type: TensorType, n_elements: int) -> tuple[int, ...]:
     tail_bytes = n_left * decoder.n_bytes // decoder.n_elements
     row = (type.row_bytes(n_elements), n_units, decoder.n_elements, tail_bytes)
     if takes_digits(type):
-        n_steps = UNPACKERS[type].n_steps
+        n_steps, none = UNPACKERS[type].n_steps, (0,) * (len(DOT_TOKENS) + 1 + TILE_TOKENS)
         tiles = (digit_tile_address(n, n_steps) for n in DIGIT_TOKENS)
-        return (*row, *(0,) * (len(DOT_TOKENS) + 1 + TILE_TOKENS), unpack_address(type), group_bytes(n_steps), *tiles)
+        return (*row, *none, unpack_address(type), *tiles, digit_dot_address(type))
     dots = (dot_address(type, n) for n in DOT_TOKENS)
     tiles = (tile_address(n) for n in range(1, TILE_TOKENS + 1))
     return (*row, *dots, decode_address(type), *tiles, *(0,) * (2 + len(DIGIT_TOKENS)))
@@ -238,8 +240,13 @@ def _by_digits(matrix, part, tokens, then, scratch):
             ahead = at + N_LANES * (matrix.row_bytes + first_unit * matrix.row_bytes // matrix.n_units)
             if ahead >= part.end:
                 ahead = part.next_read + (ahead - part.end) if part.next_read != 0 else at
-            _call_unpack(matrix.unpack, (at, matrix.row_bytes, n, first_unit, n_units, ahead, scratch))
+            piece = (at, matrix.row_bytes, n, first_unit, n_units, ahead)
             first_group = first_unit * matrix.unit_elements // GROUP_ELEMENTS
+            if tokens.n == 1:
+                x = load_i64(tokens.inputs, 0) + first_group * GROUP_BYTES
+                _call_digit_dot(matrix.digit_dot, (*piece, x, sums))
+                continue
+            _call_unpack(matrix.unpack, (*piece, scratch))
             n_groups = n_units * matrix.unit_elements // GROUP_ELEMENTS
             _multiply_digits(matrix, first_group, n_groups, tokens, scratch)
         for i in range(tokens.n):
