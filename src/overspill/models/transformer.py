@@ -39,7 +39,7 @@ from overspill.quant.experts import Activation, ExpertVectors, ExpertWeights
 from overspill.quant.qtensor import QTensor
 
 # Methods that no subclass overrides where attention is one op.
-_ATTENTION_HOOKS = ("attention", "attention_output", "put_projected", "attend_cells")
+_ATTENTION_HOOKS = ("attend_projected", "put_projected", "attend_cells")
 
 
 class _Preparation(NamedTuple):
@@ -275,8 +275,9 @@ class Transformer:
         return make(weights)
 
     def _token_attention(self, i_layer: int, block: Block) -> TokenAttention | None:
-        hp, make, names = self.hparams, block.ops.token_attention, ("attn_q", "attn_k", "attn_v", "attn_output")
-        is_plain = self.has_plain_heads and self.has_plain_residual and self._ropes[i_layer] is not None
+        hp, make, names = self.hparams, block.ops.token_attention, (*_QKV, "attn_output")
+        is_plain = self.has_plain_projections and self.has_plain_heads and self.has_plain_residual
+        is_plain = is_plain and self._ropes[i_layer] is not None
         is_plain = is_plain and all(getattr(type(self), n) is getattr(Transformer, n) for n in _ATTENTION_HOOKS)
         is_there = block.has("attn_norm") and all(block.has(name) and is_bare(block, name) for name in names)
         if make is None or not is_plain or not is_there:
