@@ -393,7 +393,7 @@ def chain(lines: Lines, is_tuning: bool) -> None:
                 layer = layers[i % n_own]
                 x = attend(x, layer)
                 normed, ids, mix = ops.route(
-                    x, gain, layer[2], None, eps=EPS, n_used=K, gating=1, is_normalised=True, scale=1.0
+                    x, gain, layer[2], None, None, eps=EPS, n_used=K, gating=1, is_normalised=True, scale=1.0
                 )
                 ops.experts(normed, ids, mix, layer[3], Activation.SILU, x)
             return ops.norm_linears(x, gain, EPS, [head])[0]

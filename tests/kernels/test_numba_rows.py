@@ -116,7 +116,9 @@ def test_pick_experts_gives_ids_that_exist_and_differ_whatever_the_logits():
 @pytest.mark.parametrize("n_tokens", [1, 3, 700])
 def test_route(n_tokens):
     x, gain, router = random(n_tokens, 96), random(96), random(16, 96)
-    normed, ids, mix = cpu.route(x, gain, router, None, eps=1e-5, n_used=3, gating=1, is_normalised=True, scale=1.0)
+    normed, ids, mix = cpu.route(
+        x, gain, router, None, None, eps=1e-5, n_used=3, gating=1, is_normalised=True, scale=1.0
+    )
     expected = ref.rms_norm(x, gain, 1e-5)
     torch.testing.assert_close(normed, expected, **TOLERANCE)
     weights, best = (normed @ router.T).topk(3, -1)

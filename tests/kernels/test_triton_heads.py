@@ -112,12 +112,15 @@ def test_of_equal_logits_the_lower_id_comes_first() -> None:
 
 @pytest.mark.parametrize("n_tokens", [1, 5, 35])
 @pytest.mark.parametrize("n_experts", [8, 40])
-def test_norm_router_and_choice_in_one(n_experts: int, n_tokens: int) -> None:
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_norm_router_and_choice_in_one(n_experts: int, n_tokens: int, has_bias: bool) -> None:
     """Few tokens take another way than many."""
     x, gain, matrix = 5 * normal(n_tokens, 80), normal(80), normal(n_experts, 80)
-    got = route(x, gain, EPS, matrix, Choice(3, is_normalised=False), dtype=torch.float32)
+    bias = 30 * normal(n_experts) if has_bias else None
+    got = route(x, gain, EPS, matrix, Choice(3, is_normalised=False, logit_bias=bias), dtype=torch.float32)
     normed = ref.rms_norm(x, gain, EPS)
-    mix, ids = (normed @ matrix.T).softmax(-1).topk(3, -1)
+    logits = normed @ matrix.T
+    mix, ids = (logits if bias is None else logits + bias).softmax(-1).topk(3, -1)
     assert torch.equal(got.ids, ids.int())
     assert_near(got.mix, mix)
     assert_near(got.normed, normed)

@@ -157,8 +157,9 @@ class Mail(NamedTuple):
 class Route(Protocol):
     """Norm, router product and choice of experts in one go; rules without groups only.
 
-    x: float32 `[T, D]`; gain: `[D]`; router: float32 `[E, D]`; bias: `[E]`, for the choice alone. gating: number of
-    the rule as in GGUF's `expert_gating_func`. Returns the normed input, ids int32 `[T, K]`, weights float32 `[T, K]`.
+    x: float32 `[T, D]`; gain: `[D]`; router: float32 `[E, D]`; bias: `[E]`, for the choice alone; logit_bias: `[E]`, of
+    the product. gating: number of the rule as in GGUF's `expert_gating_func`. Returns the normed input, ids int32
+    `[T, K]`, weights float32 `[T, K]`.
     """
 
     def __call__(
@@ -167,6 +168,7 @@ class Route(Protocol):
         gain: torch.Tensor,
         router: torch.Tensor,
         bias: torch.Tensor | None,
+        logit_bias: torch.Tensor | None,
         *,
         eps: float,
         n_used: int,

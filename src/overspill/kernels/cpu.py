@@ -88,6 +88,7 @@ def route(
     gain: torch.Tensor,
     router: torch.Tensor,
     bias: torch.Tensor | None,
+    logit_bias: torch.Tensor | None,
     *,
     eps: float,
     n_used: int,
@@ -98,6 +99,7 @@ def route(
     """`kernels.Route`."""
     normed = rms_norm(x, gain, eps)
     logits = fast.matmul(normed, QTensor(router.view(torch.uint8), TensorType.F32, tuple(router.shape)))
+    logits = logits if logit_bias is None else logits + logit_bias
     picked = fast.pick_experts(logits, bias, n_used=n_used, gating=gating, is_normalised=is_normalised, scale=scale)
     return normed, *picked
 

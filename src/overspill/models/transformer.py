@@ -243,6 +243,7 @@ class Transformer:
             gain,
             router.data.view(torch.float32),
             block.bias("exp_probs_b"),
+            block.bias("ffn_gate_inp"),
             eps=eps,
             n_used=rule.n_used,
             gating=rule.gating,
@@ -254,13 +255,15 @@ class Transformer:
     def _is_plain_router(self, block: Block) -> bool:
         """Whether norm, product and choice may be one op."""
         rule, router = self.hparams.router, block.matrix("ffn_gate_inp")
-        is_plain = self.has_plain_router and router.type is TensorType.F32 and is_bare(block, "ffn_gate_inp")
+        is_plain = self.has_plain_router and router.type is TensorType.F32 and block.scale("ffn_gate_inp") is None
         return is_plain and rule is not None and rule.n_groups <= 1
 
     def _token_router(self, i_layer: int, block: Block) -> TokenRouter | None:
         rule, make = self.hparams.router, block.ops.token_router
         is_there = self.hparams.is_moe(i_layer) and block.has("ffn_gate_inp") and block.has(self.ffn_norm)
         if make is None or rule is None or not is_there or not self._is_plain_router(block):
+            return None
+        if block.bias("ffn_gate_inp") is not None:
             return None
         weights = RouterWeights(
             gain=block.vector(self.ffn_norm),

@@ -107,6 +107,7 @@ def make_ops(
         gain: torch.Tensor,
         router: torch.Tensor,
         bias: torch.Tensor | None,
+        logit_bias: torch.Tensor | None,
         *,
         eps: float,
         n_used: int,
@@ -114,7 +115,8 @@ def make_ops(
         is_normalised: bool,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return route(x, gain, eps, router, Choice(n_used, gating, is_normalised, scale, bias), dtype=dtype)
+        choice = Choice(n_used, gating, is_normalised, scale, bias, logit_bias)
+        return route(x, gain, eps, router, choice, dtype=dtype)
 
     return Ops(
         embed=embed,

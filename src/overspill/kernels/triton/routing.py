@@ -40,12 +40,14 @@ def _scores(logits, experts, E: tl.constexpr, GATING: tl.constexpr):
 
 @triton.jit
 def _choose(
-    logits, bias, ids, mix, rows, n_rows, scale,
+    logits, logit_bias, bias, ids, mix, rows, n_rows, scale,
     E: tl.constexpr, K: tl.constexpr, GATING: tl.constexpr, IS_NORMALISED: tl.constexpr, K_PAD: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """The K best of logits `[R, BLOCK_E]`, best first, of equals the lower id first, and what they weigh."""
     experts = tl.arange(0, BLOCK_E)[None, :]
+    if logit_bias is not None:
+        logits += tl.load(logit_bias + experts, mask=experts < E, other=0.0)
     ranks = tl.arange(0, K_PAD)[None, :]
     logits = tl.where(experts < E, logits, -3.0e38)
     scores = _scores(logits, experts, E, GATING)
@@ -76,7 +78,7 @@ def _choose(
 
 @triton.jit(do_not_specialize=["n_rows"])
 def _pick(
-    logits, bias, ids, mix, n_rows, scale,
+    logits, logit_bias, bias, ids, mix, n_rows, scale,
     E: tl.constexpr, K: tl.constexpr, GATING: tl.constexpr, IS_NORMALISED: tl.constexpr, K_PAD: tl.constexpr,
     BLOCK_E: tl.constexpr, R: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -85,12 +87,27 @@ def _pick(
     cols = tl.arange(0, BLOCK_E)
     mask = (rows < n_rows)[:, None] & (cols < E)[None, :]
     values = tl.load(logits + rows.to(tl.int64)[:, None] * E + cols[None, :], mask=mask, other=0.0)
-    _choose(values.to(tl.float32), bias, ids, mix, rows, n_rows, scale, E, K, GATING, IS_NORMALISED, K_PAD, BLOCK_E)
+    _choose(
+        values.to(tl.float32),
+        logit_bias,
+        bias,
+        ids,
+        mix,
+        rows,
+        n_rows,
+        scale,
+        E,
+        K,
+        GATING,
+        IS_NORMALISED,
+        K_PAD,
+        BLOCK_E,
+    )
 
 
 @triton.jit(do_not_specialize=["n_rows"])
 def _route(
-    x, gain, router, bias, normed, ids, mix, n_rows, scale, eps,
+    x, gain, router, logit_bias, bias, normed, ids, mix, n_rows, scale, eps,
     E: tl.constexpr, K: tl.constexpr, GATING: tl.constexpr, IS_NORMALISED: tl.constexpr, K_PAD: tl.constexpr,
     BLOCK_E: tl.constexpr, R: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -111,7 +128,9 @@ def _route(
         weights = tl.load(router + experts[None, :] * D + d[:, None], mask=weight_mask, other=0.0)
         logits = tl.dot(values, weights, logits, input_precision="tf32x3")
     factor = (1.0 / tl.sqrt(squares / D + eps))[:, None]
-    _choose(logits * factor, bias, ids, mix, rows, n_rows, scale, E, K, GATING, IS_NORMALISED, K_PAD, BLOCK_E)
+    _choose(
+        logits * factor, logit_bias, bias, ids, mix, rows, n_rows, scale, E, K, GATING, IS_NORMALISED, K_PAD, BLOCK_E
+    )
     normed += rows.to(tl.int64)[:, None] * D
     for first in range(0, D, BLOCK_D):
         d = first + cols
@@ -155,7 +174,7 @@ class Choice(NamedTuple):
 
     n_used: experts of a token. gating: number of the rule as in GGUF's `expert_gating_func`: 1 softmax, 2 sigmoid,
     3 softmax of the chosen, 4 sqrt(softplus). is_normalised: weights are divided by their sum. scale: of the weights,
-    last. bias: float32 `[E]`, added to the scores for the choice alone.
+    last. bias: float32 `[E]`, added to the scores for the choice alone. logit_bias: the same, added to the logits.
     """
 
     n_used: int
@@ -163,6 +182,7 @@ class Choice(NamedTuple):
     is_normalised: bool = True
     scale: float = 1.0
     bias: torch.Tensor | None = None
+    logit_bias: torch.Tensor | None = None
 
 
 class Routed(NamedTuple):
@@ -181,7 +201,7 @@ def pick_experts(logits_TE: torch.Tensor, choice: Choice) -> tuple[torch.Tensor,
     rows, tuning = max(1, _CHOICE_TILE // power_of_two(E)), Tuning()
     if T <= MAX_TOKENS:
         rows, tuning = 1, _CHOICE_OF_FEW
-    args = (logits_TE, choice.bias, ids, mix, T, choice.scale)
+    args = (logits_TE, choice.logit_bias, choice.bias, ids, mix, T, choice.scale)
     _pick_kernel((cdiv(T, rows),), args, (*_constants(E, choice), rows), tuning)
     return ids, mix
 
@@ -200,7 +220,7 @@ def route(
     ids, mix = _outputs(T, choice, x.device)
     normed = torch.empty((T, D), dtype=dtype, device=x.device)
     rows = 32 if T > 1024 and E <= 256 else 16
-    args = (x, gain, router, choice.bias, normed, ids, mix, T, choice.scale, eps)
+    args = (x, gain, router, choice.logit_bias, choice.bias, normed, ids, mix, T, choice.scale, eps)
     _route_kernel((cdiv(T, rows),), args, (*_constants(E, choice), rows, D, _BLOCK_D), _ROUTE_TUNING)
     return Routed(normed, ids, mix)
 
