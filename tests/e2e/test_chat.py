@@ -66,7 +66,7 @@ def test_a_conversation_remembers_and_forgets(llm: LLM) -> None:
     read = [tuple(map(int, numbers)) for numbers in re.findall(r"\((\d+) \+ (\d+) tokens read", err)]
     assert len(read) == 3
     assert sum(read[1]) > sum(read[0]) == sum(read[2])
-    assert read[1][0] == sum(read[0]) // 8 * 8, "the first prompt is reused, in whole ubatches"
+    assert read[1][0] >= sum(read[0]) // 8 * 8, "the first prompt is reused, at least in whole ubatches"
 
 
 def test_the_end_of_the_input_leaves_and_a_backslash_goes_on(llm: LLM) -> None:
