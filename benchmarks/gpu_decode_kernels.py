@@ -139,7 +139,7 @@ def check(lines: Lines) -> None:
         weights = [bf16(n, D) for n in (4096, 512, 512)]
         normed = ref.rms_norm(x, gain, EPS)
         wanted = [normed.double() @ dequantize(w).double().T for w in weights]
-        got = ops.norm_linears(x, gain, EPS, weights)  # type: ignore[misc]
+        got = ops.norm_linears(x, gain, EPS, weights, ())  # type: ignore[misc]
         lines.checked("norm_linears", torch.cat(got, 1), torch.cat(wanted, 1), 5e-3, tokens=n_tokens)
         got = ops.add_linear(y, normed, weights[1])  # type: ignore[misc]
         lines.checked("add_linear", got, y + wanted[1], 5e-3, tokens=n_tokens)
@@ -383,7 +383,7 @@ def chain(lines: Lines, is_tuning: bool) -> None:
         angles = (normal(n_tokens, A // 2).cos(), normal(n_tokens, A // 2).sin())
 
         def attend(x, layer, steps=steps, angles=angles, caches=caches):
-            q, k, v = ops.norm_linears(x, gain, EPS, layer[0])
+            q, k, v = ops.norm_linears(x, gain, EPS, layer[0], ())
             q = ops.prepare_steps(q, k, v, caches, steps, angles, (head_gain, head_gain), eps=EPS, is_interleaved=False)
             return ops.add_linear(x, ops.attend_steps(q, *caches, steps, scale=A**-0.5), layer[1])
 
@@ -396,7 +396,7 @@ def chain(lines: Lines, is_tuning: bool) -> None:
                     x, gain, layer[2], None, None, eps=EPS, n_used=K, gating=1, is_normalised=True, scale=1.0
                 )
                 ops.experts(normed, ids, mix, layer[3], Activation.SILU, x)
-            return ops.norm_linears(x, gain, EPS, [head])[0]
+            return ops.norm_linears(x, gain, EPS, [head], ())[0]
 
         n_bytes = n_layers * (2.0 * D * 2 * (q_dim + kv_dim) + 3 * K * F * D * 34 / 32) + 2.0 * V * D
         wanted = step()

@@ -77,6 +77,10 @@ def test_several_weights_norm_and_residual(
         assert_near(got, product(x, weight, dtype))
     for got, weight in zip(op.norm_linears(x, gain, EPS, weights), weights, strict=True):
         assert_near(got, product(normed, weight, dtype))
+    biases = [normal(n) for n in sizes]
+    shifted = op.norm_linears(x, gain, EPS, weights, biases)
+    for got, weight, bias in zip(shifted, weights, biases, strict=True):
+        assert_near(got, product(normed, weight, dtype) + bias)
     before = normal(n_tokens, sizes[-1])
     assert_near(op.add_linear(before, x, weights[-1]), before.double() + product(x, weights[-1], dtype))
 

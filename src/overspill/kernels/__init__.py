@@ -233,6 +233,11 @@ TokenRouter = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.T
 """`Route` for one token, x `[1, D]`."""
 
 
+NormLinears = Callable[
+    [torch.Tensor, torch.Tensor, float, Sequence[QTensor], Sequence[torch.Tensor]], list[torch.Tensor]
+]
+
+
 class Experts(Protocol):
     """Add the weighted outputs of the experts present in `weights` to `out`, in ascending expert id.
 
@@ -263,7 +268,7 @@ class Ops:
     prepare_heads, route: several of the others at once; None where that gains nothing.
     add_linear: `y [T, N]`, `x [T, K]`, weight `[N, K]` -> y + x W^T; None likewise. linears: `linear` of one x with
     several weights, each result with rows of any stride; None likewise. norm_linears: `linears` of `rms_norm(x [T, K],
-    gain [K], eps)`, with the weights last; None likewise.
+    gain [K], eps)`, plus biases `[N]` of all weights or of none; None likewise.
     prepare_steps, attend_steps, delta_steps, mail: attention and delta rule whose positions lie on the device, and the
     way from one device to another, for work that is recorded; None where nothing is.
     token_attention, token_router: for one token, with weights that stay where they are; None where the ops one by one
@@ -288,7 +293,7 @@ class Ops:
     route: Route | None = None
     add_linear: Callable[[torch.Tensor, torch.Tensor, QTensor], torch.Tensor] | None = None
     linears: Callable[[torch.Tensor, Sequence[QTensor]], list[torch.Tensor]] | None = None
-    norm_linears: Callable[[torch.Tensor, torch.Tensor, float, Sequence[QTensor]], list[torch.Tensor]] | None = None
+    norm_linears: NormLinears | None = None
     prepare_steps: PrepareSteps | None = None
     attend_steps: AttendSteps | None = None
     delta_steps: DeltaSteps | None = None

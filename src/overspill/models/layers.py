@@ -34,7 +34,11 @@ def norm_linears(block: Block, norm: str, names: Sequence[str], x: torch.Tensor,
     """`linears` of the RMS norm of x whose gain is `norm.weight`."""
     if block.ops.norm_linears is None:
         return linears(block, names, block.ops.rms_norm(x, block.vector(norm), eps))
-    products = block.ops.norm_linears(x, block.vector(norm), eps, [block.matrix(name) for name in names])
+    weights = [block.matrix(name) for name in names]
+    biases = [bias for name in names if (bias := block.bias(name)) is not None]
+    if len(biases) == len(names) and all(block.scale(name) is None for name in names):
+        return block.ops.norm_linears(x, block.vector(norm), eps, weights, biases)
+    products = block.ops.norm_linears(x, block.vector(norm), eps, weights, ())
     return [_adjusted(block, name, y) for name, y in zip(names, products, strict=True)]
 
 

@@ -45,13 +45,21 @@ class LinearOp:
         return _cut(skinny.multiply(x, weights, dtype=self._rounding(weights[0])), weights)
 
     def norm_linears(
-        self, x: torch.Tensor, gain: torch.Tensor, eps: float, weights: Sequence[QTensor]
+        self,
+        x: torch.Tensor,
+        gain: torch.Tensor,
+        eps: float,
+        weights: Sequence[QTensor],
+        biases: Sequence[torch.Tensor] = (),
     ) -> list[torch.Tensor]:
-        """`linears` of the RMS norm of x."""
-        if len(x) > 1 or not self._is_few(x, weights):
-            return self.linears(rms_norm(x, gain, eps, dtype=self._dtype), weights)
-        norm = skinny.Norm(gain, eps)
-        return _cut(skinny.multiply(x, weights, dtype=self._rounding(weights[0]), norm=norm), weights)
+        """`linears` of the RMS norm of x, plus a bias each or none at all."""
+        if not self._is_few(x, weights):
+            products = self.linears(rms_norm(x, gain, eps, dtype=self._dtype), weights)
+            return [y + bias for y, bias in zip(products, biases, strict=True)] if biases else products
+        norm = skinny.Norm(gain, eps) if len(x) == 1 else None
+        x = x if norm else rms_norm(x, gain, eps, dtype=self._dtype)
+        merged = skinny.multiply(x, weights, dtype=self._rounding(weights[0]), norm=norm, biases=biases)
+        return _cut(merged, weights)
 
     def add_linear(self, y: torch.Tensor, x: torch.Tensor, weight: QTensor) -> torch.Tensor:
         """y + x W^T, float32 `[T, N]`."""

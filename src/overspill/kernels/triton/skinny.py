@@ -50,7 +50,7 @@ def _pick(i, a, b, c, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, ROWS: t
 
 @triton.jit
 def _token(
-    x, gain, a, b, c, table, y, out, eps,
+    x, gain, a, b, c, a_bias, b_bias, c_bias, table, y, out, eps,
     READ: tl.constexpr, DECODE: tl.constexpr, N_PARTS: tl.constexpr, BLOCK_BYTES: tl.constexpr, K: tl.constexpr,
     ROW_BYTES: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr, ROUND: tl.constexpr, IS_CHAINED: tl.constexpr,
@@ -67,6 +67,9 @@ def _token(
     sums = tl.reshape(sums, [ROWS])
     rows = first_row + r
     mask = rows < n_rows
+    if a_bias is not None:
+        bias, _, _, _ = _pick(tl.program_id(0), a_bias, b_bias, c_bias, A, B, C, ROWS)
+        sums += tl.load(bias + rows, mask=mask, other=0.0)
     if y is not None:
         sums += tl.load(y + first + rows, mask=mask, other=0.0)
     tl.store(out + first + rows, sums, mask=mask)
@@ -119,7 +122,7 @@ def _decoded_tile(src, table, row, first, K: tl.constexpr, ROWS: tl.constexpr, W
 
 @triton.jit(do_not_specialize=["n_tokens"])
 def _several(
-    x, a, b, c, table, y, out, n_tokens,
+    x, a, b, c, a_bias, b_bias, c_bias, table, y, out, n_tokens,
     TILE: tl.constexpr, DECODE: tl.constexpr, N_PARTS: tl.constexpr, K: tl.constexpr, ROW_BYTES: tl.constexpr,
     A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, ROUND: tl.constexpr,
     M: tl.constexpr, IS_CHAINED: tl.constexpr,
@@ -142,6 +145,9 @@ def _several(
     rows = first_row + r
     mask = (tokens < n_tokens)[:, None] & (rows < n_rows)[None, :]
     at = tokens.to(tl.int64)[:, None] * (A + B + C) + (first_col + rows)[None, :]
+    if a_bias is not None:
+        bias, _, _, _ = _pick(tl.program_id(0), a_bias, b_bias, c_bias, A, B, C, ROWS)
+        total += tl.load(bias + rows, mask=rows < n_rows, other=0.0)[None, :]
     if y is not None:
         total += tl.load(y + at, mask=mask, other=0.0)
     tl.store(out + at, total, mask=mask)
@@ -174,20 +180,21 @@ def multiply(
     *,
     dtype: torch.dtype,
     norm: Norm | None = None,
+    biases: Sequence[torch.Tensor] = (),
     y: torch.Tensor | None = None,
     tile: RowTile | None = None,
 ) -> torch.Tensor:
-    """x W^T of one to three weights side by side, plus y: float32 `[T, N + ...]`.
+    """x W^T of one to three weights side by side, plus biases and y: float32 `[T, N + ...]`.
 
-    x: `[T, K]` of any float, at most `MAX_TOKENS` rows, rounded to `dtype`. norm: of x, for one token only. y: float32,
-    shaped like the result.
+    x: `[T, K]` of any float, at most `MAX_TOKENS` rows, rounded to `dtype`. norm: of x, for one token only. biases:
+    float32 `[N]`, of each weight or of none. y: float32, shaped like the result.
     """
     T, K = x.shape
     x = x.contiguous()
     sizes = [len(w.data) for w in weights]
     out = torch.empty((T, sum(sizes)), dtype=torch.float32, device=x.device)
     if T == 1:
-        _multiply_token(x, weights, norm, y, out, dtype, tile)
+        _multiply_token(x, weights, norm, biases, y, out, dtype, tile)
         return out
     assert norm is None, "a norm rides along with one token only"
     tile = tile or tile_of(SEVERAL, weights[0].type)
@@ -198,7 +205,8 @@ def multiply(
         *(reader.decode, reader.n_parts, K, weights[0].data.shape[1], *_three(sizes, 0)),
         *(tile.n_rows, tile.width, _TL[dtype], max(16, power_of_two(T))),
     )
-    args = (x, *_three([w.data for w in weights], None), table_of(decoder, x.device), _like(y), out, T)
+    parts = (*_three([w.data for w in weights], None), *_three(biases, None))
+    args = (x, *parts, table_of(decoder, x.device), _like(y), out, T)
     _several_kernel((sum(cdiv(n, tile.n_rows) for n in sizes),), args, constants, tile.tuning)
     return out
 
@@ -207,6 +215,7 @@ def _multiply_token(
     x: torch.Tensor,
     weights: Sequence[QTensor],
     norm: Norm | None,
+    biases: Sequence[torch.Tensor],
     y: torch.Tensor | None,
     out: torch.Tensor,
     dtype: torch.dtype,
@@ -216,7 +225,8 @@ def _multiply_token(
     sizes = [len(w.data) for w in weights]
     tile = tile or token_tile(type, sum(sizes))
     gain, eps = norm or (None, 0.0)
-    args = (x, gain, *_three([w.data for w in weights], None), table_of(DECODERS[type], x.device), _like(y), out, eps)
+    parts = (*_three([w.data for w in weights], None), *_three(biases, None))
+    args = (x, gain, *parts, table_of(DECODERS[type], x.device), _like(y), out, eps)
     sums = (K, weights[0].data.shape[1], *_three(sizes, 0), tile.n_rows, tile.width_for(K), _TL[dtype])
     _token_kernel((sum(cdiv(n, tile.n_rows) for n in sizes),), args, (*READERS[weights[0].type], *sums), tile.tuning)
 
