@@ -6,11 +6,13 @@ import threading
 from dataclasses import replace
 
 import numba
+import numpy as np
 import pytest
 import torch
 
 from overspill.gguf.types import TensorType
 from overspill.kernels import AttentionWeights, RouterWeights, cpu
+from overspill.quant.experts import Activation, ExpertWeights
 from tests.kernels.weights import random_weight
 
 D, H, G, A, B, C = 256, 6, 2, 32, 64, 400
@@ -148,3 +150,26 @@ def test_cells_that_do_not_fit_are_refused() -> None:
     x, keys, values, angles = inputs(1)
     with pytest.raises(ValueError, match="do not fit"):
         attend(x, keys[..., :16], values, 0, angles)
+
+
+@pytest.mark.parametrize("slot_of", [None, [1, -1, 0, 2, -1]], ids=["all", "some"])
+def test_experts_of_one_token_have_the_bits_of_the_op(slot_of: list[int] | None) -> None:
+    n_slots, n_hidden = 5 if slot_of is None else 3, 96
+    gate, up = (random_weight(TensorType.Q4_K, (n_slots, n_hidden, D), seed=seed) for seed in (1, 2))
+    down = random_weight(TensorType.Q8_0, (n_slots, D, n_hidden), seed=3)
+    weights = ExpertWeights(gate, up, down, None if slot_of is None else np.array(slot_of, np.int32))
+    experts = cpu.token_experts(weights, Activation.SILU)
+    assert experts is not None
+    for seed in (1, 2, 3):
+        random = torch.Generator().manual_seed(seed)
+        x, out, mix = (torch.randn(1, n, generator=random) for n in (D, D, 2))
+        ids = torch.randperm(5, generator=random)[:2][None].to(torch.int32)
+        expected = out.clone()
+        cpu.experts(x, ids, mix, weights, Activation.SILU, expected)
+        experts(x, ids.long() if seed == 3 else ids, mix, out)
+        assert torch.equal(out, expected)
+    with pytest.raises(IndexError, match="expert ids"):
+        experts(x, torch.tensor([[0, 5]], dtype=torch.int32), mix, out)
+    with pytest.raises(ValueError, match="one token"):
+        experts(x.expand(2, D), ids.expand(2, 2), mix.expand(2, 2), out.expand(2, D))
+    experts(x, ids, mix, out)

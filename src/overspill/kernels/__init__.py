@@ -233,6 +233,9 @@ TokenRouter = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.T
 """`Route` for one token, x `[1, D]`."""
 
 
+TokenExperts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""`Experts` for one token with the same weights every time: x, ids, mix, out."""
+
 NormLinears = Callable[
     [torch.Tensor, torch.Tensor, float, Sequence[QTensor], Sequence[torch.Tensor]], list[torch.Tensor]
 ]
@@ -271,8 +274,8 @@ class Ops:
     gain [K], eps)`, plus biases `[N]` of all weights or of none; None likewise.
     prepare_steps, attend_steps, delta_steps, mail: attention and delta rule whose positions lie on the device, and the
     way from one device to another, for work that is recorded; None where nothing is.
-    token_attention, token_router: for one token, with weights that stay where they are; None where the ops one by one
-    do as well, and as a result where the kernels do not take such weights.
+    token_attention, token_router, token_experts: for one token, with weights that stay where they are; None where the
+    ops one by one do as well, and as a result where the kernels do not take such weights.
     scratch: memory that launched work may still refer to when it is replayed.
     normed_dtype, kv_dtype: what `rms_norm` gives, and what the KV cache holds.
     rope: `x [T, H, A]`, cos and sin `[T, n_rot / 2]` -> rotated in the split-halves (NEOX) or interleaved pairing.
@@ -300,6 +303,7 @@ class Ops:
     mail: Mail | None = None
     token_attention: Callable[[AttentionWeights], TokenAttention | None] | None = None
     token_router: Callable[[RouterWeights], TokenRouter | None] | None = None
+    token_experts: Callable[[ExpertWeights, Activation], TokenExperts | None] | None = None
     scratch: Callable[[], Sequence[torch.Tensor]] = list
     normed_dtype: torch.dtype = torch.float32
     kv_dtype: torch.dtype = torch.float32

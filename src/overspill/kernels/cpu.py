@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from overspill.gguf.types import TensorType
-from overspill.kernels import AttentionWeights, Ops, RouterWeights, TokenAttention, TokenRouter, ref
+from overspill.kernels import AttentionWeights, Ops, RouterWeights, TokenAttention, TokenExperts, TokenRouter, ref
 from overspill.kernels import numba as fast
 from overspill.quant.experts import Activation, ExpertWeights
 from overspill.quant.qtensor import QTensor
@@ -160,6 +160,13 @@ def token_router(weights: RouterWeights) -> TokenRouter | None:
     return None if weights.gain.numel() % fast.UNIT_ELEMENTS else fast.TokenRouter(weights)
 
 
+def token_experts(weights: ExpertWeights, activation: Activation) -> TokenExperts | None:
+    """`kernels.TokenExperts`."""
+    is_whole = weights.gate.shape[2] % fast.UNIT_ELEMENTS == 0
+    can_be = is_whole and all(_has_kernel(part.type) for part in weights.parts)
+    return fast.TokenExperts(weights, activation) if can_be else None
+
+
 def experts(
     x: torch.Tensor,
     ids: torch.Tensor,
@@ -192,4 +199,5 @@ OPS = Ops(
     linears=linears,
     token_attention=token_attention,
     token_router=token_router,
+    token_experts=token_experts,
 )

@@ -16,7 +16,7 @@ import torch
 from overspill.cache.cells import Segment
 from overspill.cache.kv import KvCache
 from overspill.gguf.types import TensorType
-from overspill.kernels import AttentionWeights, Ops, RouterWeights, Steps, TokenAttention, TokenRouter
+from overspill.kernels import AttentionWeights, Ops, RouterWeights, Steps, TokenAttention, TokenExperts, TokenRouter
 from overspill.models.base import Block, HParams, Routing, UbatchView
 from overspill.models.layers import (
     PARTS,
@@ -103,6 +103,8 @@ class Transformer:
         self._ropes = [_rope(hparams, i, block) for i, block in enumerate(blocks)]
         self._token_attentions = [self._token_attention(i, block) for i, block in enumerate(blocks)]
         self._token_routers = [self._token_router(i, block) for i, block in enumerate(blocks)]
+        self._resident_experts: dict[int, ExpertWeights] = {}
+        self._token_experts: dict[int, tuple[ExpertWeights, TokenExperts | None]] = {}
         self._vectors = [expert_vectors(block, hparams.expert_limit(i)) for i, block in enumerate(blocks)]
 
     def embed(self, ids: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
@@ -310,12 +312,26 @@ class Transformer:
 
     def experts(self, i_layer: int, x: torch.Tensor, routing: Routing, weights: ExpertWeights, ops: Ops) -> None:
         """Add the experts that `weights` holds to x, in place, with the kernels of the device that runs this."""
-        ops.experts(routing.normed, routing.ids, routing.mix, weights, self.activation, x)
+        of_token = self._experts_of_token(i_layer, weights, ops) if len(x) == 1 else None
+        if of_token is not None:
+            of_token(routing.normed, routing.ids, routing.mix, x)
+        else:
+            ops.experts(routing.normed, routing.ids, routing.mix, weights, self.activation, x)
+
+    def _experts_of_token(self, i_layer: int, weights: ExpertWeights, ops: Ops) -> TokenExperts | None:
+        """Made for experts that a layer has for a second time: those that are staged differ every time."""
+        known, found = self._token_experts.get(i_layer, (None, None))
+        if known is weights and found is None and ops.token_experts is not None:
+            found = ops.token_experts(weights, self.activation)
+        self._token_experts[i_layer] = weights, found if known is weights else None
+        return self._token_experts[i_layer][1]
 
     def resident_experts(self, i_layer: int) -> ExpertWeights:
         """All experts of a layer that keeps them where it computes."""
-        gate, up, down = (self.resident_part(i_layer, i_part) for i_part in range(3))
-        return ExpertWeights(gate, up, down, vectors=self.expert_vectors(i_layer))
+        if i_layer not in self._resident_experts:
+            gate, up, down = (self.resident_part(i_layer, i_part) for i_part in range(3))
+            self._resident_experts[i_layer] = ExpertWeights(gate, up, down, vectors=self.expert_vectors(i_layer))
+        return self._resident_experts[i_layer]
 
     def resident_part(self, i_layer: int, i_part: int) -> QTensor:
         """The stacked gate (0), up (1) or down (2) matrices of a layer that keeps them where it computes."""

@@ -15,7 +15,7 @@ from numba import set_num_threads
 from overspill.gguf.types import TensorType
 from overspill.kernels.numba.attend import attend_few
 from overspill.kernels.numba.decode import DECODERS
-from overspill.kernels.numba.experts import experts
+from overspill.kernels.numba.experts import TokenExperts, experts
 from overspill.kernels.numba.jit import config
 from overspill.kernels.numba.matmul import add_matmul, matmul, matmuls
 from overspill.kernels.numba.one_token import TokenAttention, TokenRouter
@@ -29,6 +29,7 @@ if config.THREADING_LAYER == "default":
 __all__ = [
     "UNIT_ELEMENTS",
     "TokenAttention",
+    "TokenExperts",
     "TokenRouter",
     "add_matmul",
     "attend_few",

@@ -106,6 +106,8 @@ def group_address() -> int:
         """Counting sort of the pairs by expert; within one, tokens ascend."""
         _ = digest
         c = _read_call(call)
+        for i in (_I_TASK_HIDDEN, _I_TASK_DOWN, IS_WRONG, _N_GROUPS):
+            store_i64(call, i, 0)
         store_i64(c.first, 0, 0)
         for e in range(c.n_experts):
             store_i64(c.ends, e, 0)

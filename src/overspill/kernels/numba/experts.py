@@ -5,6 +5,8 @@ This is the Python side: checks, and the block of numbers that the compiled part
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -22,7 +24,7 @@ from overspill.kernels.numba.expert_loops import (
     hidden_address,
 )
 from overspill.kernels.numba.matmul import padded
-from overspill.kernels.numba.native import Step, run
+from overspill.kernels.numba.native import Program, Step, run
 from overspill.kernels.numba.panel import (
     SCRATCH_BYTES,
     SILU,
@@ -32,9 +34,10 @@ from overspill.kernels.numba.panel import (
     multiply_address,
     takes_digits,
 )
+from overspill.kernels.numba.pieces import Pieces, circumstances_of
 from overspill.kernels.numba.target import UNIT_ELEMENTS
-from overspill.kernels.numba.workspace import WORKSPACE
-from overspill.quant.experts import NO_VECTORS, Activation, ExpertVectors
+from overspill.kernels.numba.workspace import WORKSPACE, Memory
+from overspill.quant.experts import NO_VECTORS, Activation, ExpertVectors, ExpertWeights
 from overspill.quant.qtensor import QTensor
 
 # Hidden activations in memory at once; more tokens are taken in turns.
@@ -93,11 +96,35 @@ def _run(
     adjustments: tuple[int, ...],
     limit: float,
 ) -> None:
+    steps, call = _steps(x, stacks, ids, weights, slot_of, out, then, adjustments, limit, WORKSPACE.memory)
+    run(steps)
+    _check_done(call, stacks[0].shape[0], slot_of)
+
+
+def _check_done(call: Memory, n_slots: int, slot_of: npt.NDArray[np.int32] | None) -> None:
+    if call.read(IS_WRONG):
+        n_experts = n_slots if slot_of is None else len(slot_of)
+        raise IndexError(f"expert ids must be 0 to {n_experts - 1} and slots at most {n_slots - 1}")
+
+
+def _steps(
+    x: Tensor,
+    stacks: tuple[QTensor, QTensor, QTensor],
+    ids: Tensor,
+    weights: Tensor,
+    slot_of: npt.NDArray[np.int32] | None,
+    out: Tensor,
+    then: int,
+    adjustments: tuple[int, ...],
+    limit: float,
+    memory: Callable[[str, int], Memory],
+) -> tuple[list[Step], Memory]:
+    """What adds the experts' outputs, and the call block that it works from. memory: gives it."""
     (n_tokens, n_used), (n_slots, n_hidden, n_model) = ids.shape, stacks[0].shape
     n_experts = n_slots if slot_of is None else len(slot_of)
     n_threads, n_pairs, hidden_stride = get_num_threads(), n_tokens * n_used, _hidden_stride(stacks[0])
     # The call block: fields, three descriptions, then arrays of int64.
-    call = WORKSPACE.memory("call", 8 * (_N_FIELDS + 3 * _N_ROWS_FIELDS + 4 * n_experts + 1 + 6 * n_pairs))
+    call = memory("call", 8 * (_N_FIELDS + 3 * _N_ROWS_FIELDS + 4 * n_experts + 1 + 6 * n_pairs))
     gate = call.address + 8 * _N_FIELDS
     first = gate + 8 * 3 * _N_ROWS_FIELDS
     slots = first + 8 * (n_experts + 1)
@@ -106,9 +133,9 @@ def _run(
     x_digits = hidden_digits = 0
     x_digits_stride, hidden_digits_stride = digit_bytes(x.shape[1]), digit_bytes(hidden_stride // 4)
     if gate_digits or up_digits:
-        x_digits = WORKSPACE.memory("digits", n_tokens * x_digits_stride).address
+        x_digits = memory("digits", n_tokens * x_digits_stride).address
     if down_digits:
-        hidden_digits = WORKSPACE.memory("hidden digits", n_pairs * hidden_digits_stride).address
+        hidden_digits = memory("hidden digits", n_pairs * hidden_digits_stride).address
     pair_x_digits, pair_hidden_digits = pairs + 8 * 4 * n_pairs, pairs + 8 * 5 * n_pairs
     fields = Call(
         i_task_hidden=0,
@@ -131,7 +158,7 @@ def _run(
         x_elements=x.shape[1],
         out=out.data_ptr(),
         out_stride=4 * out.stride(0),
-        hidden=WORKSPACE.memory("hidden", n_pairs * hidden_stride).address,
+        hidden=memory("hidden", n_pairs * hidden_stride).address,
         hidden_stride=hidden_stride,
         multiply=multiply_address(),
         gate=gate,
@@ -162,16 +189,51 @@ def _run(
         gate_inputs=pair_x_digits if gate_digits else pairs,
         up_inputs=pair_x_digits if up_digits else pairs,
         down_inputs=pair_hidden_digits if down_digits else pairs + 8 * n_pairs,
-        scratch=WORKSPACE.memory("scratch", n_threads * SCRATCH_BYTES).address,
+        scratch=memory("scratch", n_threads * SCRATCH_BYTES).address,
     )
     call.write(fields + describe(stacks[0]) + describe(stacks[1]) + describe(stacks[2]))
     steps = [Step(group_address(), call.address)]
-    steps += [Step(digitise_x_address(), call.address, n_threads)] * bool(x_digits)
+    steps += [Step(digitise_x_address(), call.address, min(n_threads, n_tokens))] * bool(x_digits)
     steps += [Step(hidden_address(), call.address, n_threads)]
     steps += [Step(digitise_hidden_address(), call.address, n_threads)] * bool(hidden_digits)
-    run([*steps, Step(down_address(), call.address, n_threads)])
-    if call.read(IS_WRONG):
-        raise IndexError(f"expert ids must be 0 to {n_experts - 1} and slots at most {n_slots - 1}")
+    return [*steps, Step(down_address(), call.address, n_threads)], call
+
+
+class TokenExperts:
+    """`experts` for one token, again and again with the same weights: what Python writes for a call is kept."""
+
+    def __init__(self, weights: ExpertWeights, act: Activation) -> None:
+        self._weights = weights
+        self._act = act
+        self._written_for: tuple[object, ...] = ()
+
+    def __call__(self, x: Tensor, ids: Tensor, mix: Tensor, out: Tensor) -> None:
+        """x, out `[1, D]`; ids, mix `[1, K]`."""
+        x, ids, mix = x.contiguous(), ids.to(torch.int32).contiguous(), mix.contiguous()
+        circumstances = circumstances_of(x, ids, mix, out)
+        if self._written_for != circumstances:
+            self._write(x, ids, mix, out)
+            self._written_for = circumstances
+        self._call.write((x.data_ptr(),), _X)
+        self._call.write((ids.data_ptr(), mix.data_ptr()), _IDS)
+        self._call.write((out.data_ptr(),), _OUT)
+        self._program.run(0, self._n_steps)
+        _check_done(self._call, self._weights.gate.shape[0], self._weights.slot_of)
+
+    def _write(self, x: Tensor, ids: Tensor, mix: Tensor, out: Tensor) -> None:
+        w, pieces = self._weights, Pieces()
+        _check(x, w.parts, ids, mix, out)
+        if len(x) != 1 or x.shape[1] % UNIT_ELEMENTS:
+            raise ValueError(f"activations {tuple(x.shape)} are not one token in whole units")
+        n_experts = w.gate.shape[0] if w.slot_of is None else len(w.slot_of)
+        adjustments = _NONE if w.vectors.is_empty else _adjustments(w.vectors, n_experts, w.gate)
+        slots = None if w.slot_of is None else np.ascontiguousarray(w.slot_of, dtype=np.int32)
+        then, limit = _THEN[self._act], w.vectors.limit
+        steps, self._call = _steps(x, w.parts, ids, mix, slots, out, then, adjustments, limit, pieces.memory)
+        self._n_steps, self._program = len(steps), Program(steps, [*pieces.kept, slots])
+
+
+_X, _IDS, _OUT = (Call._fields.index(name) for name in ("x", "ids", "out"))
 
 
 def _adjustments(vectors: ExpertVectors, n_experts: int, w_gate: QTensor) -> tuple[int, ...]:

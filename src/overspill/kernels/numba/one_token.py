@@ -7,12 +7,9 @@ else of the calls is written once, for the thread that calls and for its number 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
-import numpy as np
 import torch
-from numba import get_num_threads
 from torch import Tensor
 
 from overspill.kernels import AttentionWeights, RouterWeights
@@ -21,6 +18,7 @@ from overspill.kernels.numba.matmul import OUT_NUMBER, X_NUMBER, product_steps
 from overspill.kernels.numba.native import Program, Step, block_step_address
 from overspill.kernels.numba.panel import ADD, STORE
 from overspill.kernels.numba.pick import pick_address
+from overspill.kernels.numba.pieces import Pieces, circumstances_of
 from overspill.kernels.numba.rows import (
     HEADS_BYTES,
     Heads,
@@ -34,36 +32,6 @@ from overspill.kernels.numba.workspace import WORKSPACE, Memory
 
 # Where in a norm's block x is, before its output, and where in that of a choice the ids are, before their weights.
 _X, _IDS = 2, 4
-
-
-class _Pieces:
-    """Memory of a program: its own, except for the scratch, which programs of a thread share."""
-
-    def __init__(self) -> None:
-        self.kept: list[object] = []
-        self.latest: dict[str, Memory] = {}
-
-    def memory(self, name: str, n_bytes: int) -> Memory:
-        piece = WORKSPACE.memory(name, n_bytes) if name == "scratch" else Memory(n_bytes)
-        self.kept.append(piece)
-        self.latest[name] = piece
-        return piece
-
-    def tensor(self, *shape: int) -> Tensor:
-        found = torch.empty(shape)
-        self.kept.append(found)
-        return found
-
-    def block(self, address: int, factor: float, *numbers: int) -> Memory:
-        """See `block_step_address`."""
-        block = self.memory("block", 8 * (2 + len(numbers)))
-        block.write((address, int(np.float32(factor).view(np.int32)), *numbers))
-        return block
-
-
-def _circumstances(*tensors: Tensor) -> tuple[object, ...]:
-    """What a program was written for: its thread, the number of threads, how tensors lie in memory."""
-    return (threading.get_ident(), get_num_threads(), *((x.shape, x.stride(), x.dtype) for x in tensors))
 
 
 class TokenAttention:
@@ -80,7 +48,7 @@ class TokenAttention:
 
     def __call__(self, x: Tensor, keys: Tensor, values: Tensor, position: int, angles: tuple[Tensor, Tensor]) -> Tensor:
         """`kernels.TokenAttention`."""
-        circumstances = _circumstances(x, keys, values, angles[0])
+        circumstances = circumstances_of(x, keys, values, angles[0])
         if self._written_for != circumstances:
             self._write(x, keys, values, angles)
             self._written_for = circumstances
@@ -113,7 +81,7 @@ class TokenAttention:
 
     def _write(self, x: Tensor, keys: Tensor, values: Tensor, angles: tuple[Tensor, Tensor]) -> None:
         check_rows(x, keys, values, *angles)
-        w, pieces, n_model, n_half = self._weights, _Pieces(), x.shape[1], angles[0].shape[1]
+        w, pieces, n_model, n_half = self._weights, Pieces(), x.shape[1], angles[0].shape[1]
         (G, _, A), B = keys.shape, values.shape[2]
         H = w.q.shape[0] // A
         if w.q.shape != (H * A, n_model) or w.k.shape != (G * A, n_model) or w.v.shape != (G * B, n_model):
@@ -156,7 +124,7 @@ class TokenAttention:
         self._i_attend, self._n_steps = len(before), len(steps)
         self._program = Program(steps, pieces.kept)
 
-    def _attention_call(self, pieces: _Pieces, keys: Tensor, values: Tensor) -> Memory:
+    def _attention_call(self, pieces: Pieces, keys: Tensor, values: Tensor) -> Memory:
         w, (G, n_all_cells, A), B = self._weights, keys.shape, values.shape[2]
         H = w.q.shape[0] // A
         cells = pieces.memory("cells", 8 * len(AttentionCall._fields))
@@ -193,7 +161,7 @@ class TokenRouter:
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`kernels.TokenRouter`."""
-        circumstances = _circumstances(x)
+        circumstances = circumstances_of(x)
         if self._written_for != circumstances:
             self._write(x)
             self._written_for = circumstances
@@ -207,7 +175,7 @@ class TokenRouter:
 
     def _write(self, x: Tensor) -> None:
         check_rows(x)
-        w, pieces, n_model = self._weights, _Pieces(), x.shape[1]
+        w, pieces, n_model = self._weights, Pieces(), x.shape[1]
         n_experts = w.router.shape[0]
         if x.shape != (1, n_model) or w.router.shape != (n_experts, n_model):
             raise ValueError(f"a router {w.router.shape} does not fit {n_model} channels")
