@@ -12,11 +12,12 @@ from overspill.device.factory import open_devices
 from overspill.device.handoff import failing_pairs
 from overspill.device.topology import measure
 from overspill.kernels import Ops, cpu
-from overspill.needs import kv_value_bytes
+from overspill.needs import cell_type, has_gpus
 from overspill.options import Options
 from overspill.pipeline.memory import Precision
 from overspill.placement.machine import GPU_ISSUE_US, DeviceSpec, Machine
 
+_CELLS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 _GPU = "cuda"
 _RESERVE_BYTES = 1 << 30
 
@@ -56,10 +57,10 @@ def _reserve_bytes(name: str, *, is_shared: bool) -> int:
     return _RESERVE_BYTES if is_shared and name.startswith(_GPU) else 0
 
 
-def precision_on(machine: Machine) -> Precision:
-    """What shared buffers hold: bfloat16 beside GPUs, float32 elsewhere."""
-    half = Precision(torch.bfloat16, torch.bfloat16)
-    return half if half.kv.itemsize == kv_value_bytes(machine) else Precision()
+def precision_on(machine: Machine, options: Options) -> Precision:
+    """What shared buffers hold: normed inputs bfloat16 beside GPUs and float32 elsewhere; cells of `cell_type`."""
+    normed = torch.bfloat16 if has_gpus(machine) else torch.float32
+    return Precision(normed, _CELLS[cell_type(machine, options)])
 
 
 def ops_for(devices: Devices) -> Callable[[Device], Ops]:

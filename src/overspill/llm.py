@@ -80,8 +80,8 @@ class LLM:
         arch, self.hparams, specs, self.source = understand(self.source)
         self._tokenizer = tokenizer_of(self.source) if has_tokenizer(self.source) else None
         machine = machine_for(self.options)
-        precision = precision_on(machine)
-        shape = shape_for(machine, self.source, self.hparams, specs)
+        precision = precision_on(machine, self.options)
+        shape = shape_for(machine, self.options, self.source, self.hparams, specs)
         needs = needs_on(machine, self.hparams)
         self.plan = choose(shape, machine, self.options, needs)
         _tell_lower_context(self.options, self.plan.placement.n_ctx, self.hparams.n_ctx_train)

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from overspill.errors import UserError
 from overspill.gguf.source import ModelSource
 from overspill.gpu_memory import DEFAULT_WEIGHT_BYTES, DENSE_PART_BYTES, scratch_bytes
 from overspill.models.describe import dense_wide_bytes, model_shape
 from overspill.models.specs.base import HParams, TensorSpec
+from overspill.options import Options, flag_of
 from overspill.pipeline.slabs import WIDE_VALUE_BYTES
 from overspill.placement.budget import N_LOGIT_ROWS, NO_NEEDS, KernelNeeds
 from overspill.placement.machine import Machine
@@ -25,19 +27,26 @@ def has_gpus(machine: Machine) -> bool:
     return any(not device.name.startswith(_MADE_OF_THREADS) for device in machine.devices)
 
 
-def kv_value_bytes(machine: Machine) -> int:
-    """Of a key or value in the cache: bfloat16 beside GPUs, float32 elsewhere."""
-    return 2 if has_gpus(machine) else 4
+def cell_type(machine: Machine, options: Options) -> str:
+    """Of keys and values in the cache: bf16 beside GPUs; elsewhere f32, or what the user says."""
+    asked = options.cache_type_k
+    if not has_gpus(machine):
+        return "f32" if asked == "auto" else asked
+    if asked not in ("auto", "bf16"):
+        raise UserError(f"{flag_of('cache_type_k')} {asked}: kernels of GPUs read bf16; leave it out")
+    return "bf16"
 
 
-def shape_for(machine: Machine, source: ModelSource, hparams: HParams, specs: Sequence[TensorSpec]) -> ModelShape:
+def shape_for(
+    machine: Machine, options: Options, source: ModelSource, hparams: HParams, specs: Sequence[TensorSpec]
+) -> ModelShape:
     """A model's sizes and costs as this machine would hold it."""
     return model_shape(
         source.name,
         hparams,
         specs,
         source.tensors,
-        kv_value_bytes=kv_value_bytes(machine),
+        kv_value_bytes=4 if cell_type(machine, options) == "f32" else 2,
         widens_dense=widens_dense(machine, source, specs),
     )
 

@@ -61,6 +61,8 @@ class Options:
         None, "--fit-target -fitt", "MiB to leave free (one for all, or one each); None: 1024, 0 on capped devices"
     )
     fit_ctx: int = _option(4096, "--fit-ctx -fitc", "lowest context per sequence that fit may choose")
+    cache_type_k: str = _option("auto", "--cache-type-k -ctk", "type of keys: auto, f32, f16, bf16 (GPUs: bf16)")
+    cache_type_v: str = _option("auto", "--cache-type-v -ctv", "type of values, that of the keys")
     n_ctx: int = _option(
         0, "--ctx-size -c", "context cells over all sequences; 0: what the model was made for, or fits"
     )
@@ -109,6 +111,8 @@ class Options:
         _check_shares(self.tensor_split)
         _check_devices(self.devices)
         _check_batches(self.n_ubatch, self.n_wave)
+        if self.cache_type_v not in ("auto", self.cache_type_k):
+            raise UserError(f"{flag_of('cache_type_v')} {self.cache_type_v}: give keys (-ctk) and values the same type")
         if self.h2d_gbps is not None and not (math.isfinite(self.h2d_gbps) and self.h2d_gbps > 0):
             raise UserError(f"{flag_of('h2d_gbps')} {self.h2d_gbps}: give a speed above 0, in GB/s")
         if self.max_wave_ms is not None and not (math.isfinite(self.max_wave_ms) and self.max_wave_ms > 0):
@@ -141,6 +145,8 @@ HELP: Final[Mapping[str, str]] = MappingProxyType({f.name: f.metadata["doc"] for
 _CHOICES: Final = {
     "split_mode": ("none", "layer"),
     "fit": ("on", "off", "balanced"),
+    "cache_type_k": ("auto", "f32", "f16", "bf16"),
+    "cache_type_v": ("auto", "f32", "f16", "bf16"),
     "prefix_reuse": ("any-point", "whole-ubatches", "none"),
     "schedule": ("auto", "serial", "depth-first", "breadth-first"),
     "policy": ("auto", "all", "selected", "cpu"),

@@ -17,7 +17,7 @@ from tests.helpers.cli import ROOT
 from tests.helpers.plain import DATA
 
 MODEL = DATA / "models" / "qwen3moe.gguf"
-OPTIONS = ["-dev", "cpu", "-t", "1", "-ub", "8", "-c", "512", "--temp", "0"]
+OPTIONS = ["-dev", "cpu", "-t", "1", "-ub", "8", "-c", "512", "--temp", "0", "--prefix-reuse", "whole-ubatches"]
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 TALK = ["-n", "6", *OPTIONS]
 
@@ -37,7 +37,7 @@ def talk(lines: str, *args: str) -> tuple[int, str, str]:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(MODEL, devices="cpu", n_ctx=512, n_ubatch=8, threads=1) as llm:
+    with LLM(MODEL, devices="cpu", n_ctx=512, n_ubatch=8, threads=1, prefix_reuse="whole-ubatches") as llm:
         yield llm
 
 

@@ -337,6 +337,8 @@ BAD_VALUES = {
     "n_wave": "0",
     "n_parallel": "0",
     "ctx_checkpoints": "-1",
+    "cache_type_k": "q8_0",
+    "cache_type_v": "q8_0",
     "prefix_reuse": "some",
     "max_wave_ms": "0",
     "schedule": "fast",

@@ -24,6 +24,7 @@ from overspill.options import (
 FROZEN_FLAGS = """
 --devices -dev | --device-memory | --n-gpu-layers -ngl | --tensor-split -ts | --split-mode -sm | --main-gpu -mg
 --override-tensor -ot | --cpu-moe -cmoe | --n-cpu-moe -ncmoe | --fit -fit | --fit-target -fitt | --fit-ctx -fitc
+--cache-type-k -ctk | --cache-type-v -ctv
 --ctx-size -c | --ubatch-size -ub | --n-wave --batch-size -b | --parallel -np | --ctx-checkpoints -ctxcp
 --prefix-reuse | --max-wave-ms | --schedule | --grain | --policy
 --slab-mib | --staging-slots | --max-in-flight | --threads -t | --chaos-seed | --trace | --host-stage -hs
@@ -93,6 +94,8 @@ def test_frozen_and_keyword_only() -> None:
         ({"h2d_gbps": 0.0}, "--virtual-h2d-gbps"),
         ({"max_wave_ms": 0.0}, "--max-wave-ms"),
         ({"max_wave_ms": float("nan")}, "--max-wave-ms"),
+        ({"cache_type_k": "q8_0"}, "-ctk"),
+        ({"cache_type_k": "f16", "cache_type_v": "bf16"}, "-ctv"),
         ({"prefix_reuse": "some"}, "--prefix-reuse"),
         ({"h2d_gbps": float("nan")}, "--virtual-h2d-gbps"),
         ({"n_gpu_layers": "most"}, "-ngl"),

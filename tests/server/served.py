@@ -85,7 +85,9 @@ def wait_until(is_so: Callable[[], bool], timeout_s: float = 20.0) -> None:
 
 
 def open_model(_: Any = None) -> LLM:
-    return LLM(MODEL, devices="cpu", n_ctx=2 * N_CTX, n_parallel=2, n_ubatch=16, n_wave=32, threads=1)
+    """Prompts are computed in the same pieces each time, so that equal requests get equal answers, bit for bit."""
+    sizes = {"n_ctx": 2 * N_CTX, "n_parallel": 2, "n_ubatch": 16, "n_wave": 32}
+    return LLM(MODEL, devices="cpu", threads=1, prefix_reuse="whole-ubatches", **sizes)
 
 
 @contextmanager

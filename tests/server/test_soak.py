@@ -53,6 +53,17 @@ def test_200_clients_on_4_slots(four: Served) -> None:
     assert four.metric("llamacpp:n_busy_slots_per_decode") > 1
 
 
+def test_prefixes_are_reused_at_any_point(four: Served) -> None:
+    """All but the last token of a prompt that was there, and a former answer as part of the next prompt."""
+    ids = list(range(100, 150))
+    first = four.ask("/completion", prompt=ids, temperature=0, n_predict=9, return_tokens=True)
+    assert four.ask("/completion", prompt=ids, n_predict=1)["timings"]["cache_n"] == 49
+    four.ask("/completion", prompt=ids, temperature=0, n_predict=9, cache_prompt=False, id_slot=2)
+    longer = [*ids, *first["tokens"], 7]
+    assert four.ask("/completion", prompt=longer, n_predict=1, id_slot=2)["timings"]["cache_n"] == 58
+    assert four.ask("/completion", prompt=longer, n_predict=1, cache_prompt=False)["timings"]["cache_n"] == 0
+
+
 # --- requests of all kinds
 
 

@@ -37,7 +37,6 @@ _REWRITTEN: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 
-_CELLS = "cells are held in the type that the devices' kernels read (f32 on CPUs, bf16 on GPUs); leave it out"
 _TEXT_ONLY = "this program takes text only; leave it out"
 _REFUSED: Mapping[str, str] = MappingProxyType(
     {
@@ -86,10 +85,6 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
         "--no-slots": "/slots is always there; leave it out, or use --api-key",
         "--special": "control tokens are not shown; leave it out",
         "-sp": "control tokens are not shown; leave it out",
-        "-ctk": _CELLS,
-        "--cache-type-k": _CELLS,
-        "-ctv": _CELLS,
-        "--cache-type-v": _CELLS,
         "-cram": "slots are not saved to host RAM; raise -np to keep more conversations",
         "--cache-ram": "slots are not saved to host RAM; raise -np to keep more conversations",
         "--adaptive-target": "the sampler adaptive_p is not supported; leave it out",

@@ -41,7 +41,7 @@ def make_plan(source: ModelSource, machine: Path | None, options: Mapping[str, A
         target = machine_for(chosen)
     else:
         target = Machine.from_json(machine).select(chosen.devices).capped(chosen.device_memory)
-    shape = shape_for(target, source, hparams, specs)
+    shape = shape_for(target, chosen, source, hparams, specs)
     plan = choose(shape, target, chosen, needs_on(target, hparams))
     decode = plan.predict(WaveShape((1,), sum(plan.reference.n_tokens)))
     return MadePlan(plan, decode.wave_us)
