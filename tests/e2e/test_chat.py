@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import re
+import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -87,6 +91,37 @@ def test_bytes_that_are_no_text_do_no_harm() -> None:
     done = subprocess.run(command, cwd=ROOT, input=b"\xff\xfe\n/exit\n", capture_output=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(b"\n") >= 1
+
+
+def test_a_terminal_has_a_prompt_and_an_interrupt_there_ends_nothing() -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "overspill.cli", "run", "-m", str(MODEL), *TALK]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    seen = b""
+
+    def wait_for(text: bytes) -> None:
+        nonlocal seen
+        deadline = time.monotonic() + 60
+        while text not in seen:
+            assert time.monotonic() < deadline, seen
+            if select.select([ours], [], [], 1)[0]:
+                seen += os.read(ours, 4096)
+
+    try:
+        wait_for(b"> ")
+        process.send_signal(signal.SIGINT)
+        wait_for(b"(/exit or Ctrl-D leaves)")
+        seen = b""
+        os.write(ours, b"Hello\n")
+        wait_for(b"written at")
+        wait_for(b"> ")
+        os.write(ours, b"/exit\n")
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
 
 
 def test_an_interrupt_stops_the_answer_and_not_the_program() -> None:

@@ -309,8 +309,12 @@ function chosenWave(status) {
   return status[name] ?? null;
 }
 
+let shownWave = ""; // what the picture is of, so that it is drawn once
+
 function showWave(wave, plan) {
-  if (!wave) return;
+  const name = wave && `${wave.n_tokens} ${wave.wall_us}`;
+  if (!wave || name === shownWave) return;
+  shownWave = name;
   const sent = wave.devices.reduce((sum, device) => sum + device.uploaded_bytes, 0);
   $("wave-text").textContent = `${plural(wave.n_tokens, "token")} in ${plural(wave.n_ubatches, "ubatch", "ubatches")}, ${seconds(wave.wall_us)}, ` +
     `${bytes(sent)} uploaded; prompts run ${plan.schedule}, grain ${plan.grain}`;
@@ -340,7 +344,11 @@ function gantt(wave) {
     name.textContent = row.name;
     svg.append(name, shape("rect", { class: "track", x: left, y: i * step + 4, width: width - left - 8, height: step - 8 }));
     for (const [kind, start, end] of row.spans) {
-      svg.append(shape("rect", { class: work(kind), x: x(start), y: i * step + 3, width: Math.max(0.6, x(end) - x(start)), height: step - 6 }));
+      const bar = shape("rect", { class: work(kind), x: x(start), y: i * step + 3, width: Math.max(0.6, x(end) - x(start)), height: step - 6 });
+      const title = shape("title", {});
+      title.textContent = `${kind.replace("_", "-")}, ${seconds(start)} to ${seconds(end)}`;
+      bar.append(title);
+      svg.append(bar);
     }
   });
   return svg;
