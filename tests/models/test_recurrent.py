@@ -19,6 +19,7 @@ from overspill.models.recurrent import (
     delta_rule,
     mix_tokens,
     run_segments,
+    unit_lower_inverse,
 )
 from overspill.models.specs.recurrent import DeltaParams
 
@@ -201,3 +202,13 @@ def test_outputs_keep_the_order_of_rows() -> None:
     y = run_segments(view_of(segments), [x], [torch.zeros(4, 1)], lambda rows, states: (rows[0] * 10, states))
     assert torch.equal(y, x * 10)
     assert replace(segments[0]).states == StateRows(0, 0)
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 8, 9, 16, 33, 64])
+@pytest.mark.parametrize("least", [-1.0, 1.0])
+def test_inverse_of_a_unit_lower_matrix(n: int, least: float) -> None:
+    """Of random entries, and of ones alone, whose powers are astronomic."""
+    A = torch.empty(2, 3, n, n).uniform_(least, 1.0, generator=torch.Generator().manual_seed(n)).tril(-1)
+    wanted = torch.linalg.inv(A.double() + torch.eye(n).double())
+    error = (unit_lower_inverse(A) - wanted).abs().amax((-1, -2)) / wanted.abs().amax((-1, -2))
+    assert error.max() < 1e-5

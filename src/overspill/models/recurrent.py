@@ -26,6 +26,8 @@ from overspill.kernels import Ops, StateSteps
 from overspill.models.base import UbatchView
 from overspill.models.specs.recurrent import DeltaParams
 
+_BLOCK = 8
+
 Step = Callable[[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]], tuple[torch.Tensor, tuple[torch.Tensor, ...]]]
 """Inputs `[B, T, ...]` and states `[B, ...]` -> outputs `[B, T, ...]` and new states."""
 
@@ -183,9 +185,7 @@ def _in_chunks(tokens: Tokens, state: torch.Tensor, decay: Decay) -> tuple[torch
     q, k, v, g, beta = (_cut(x, N, -(-T // N)) for x in tokens)
     G = g.cumsum(-2)
     seen = G.exp()
-    A = (decay.products(k, k, G) * beta).tril(-1)
-    A.diagonal(dim1=-2, dim2=-1).fill_(1.0)
-    news = torch.linalg.solve_triangular(A, torch.cat([v, k * seen], -1) * beta, upper=False, unitriangular=True)
+    news = unit_lower_inverse((decay.products(k, k, G) * beta).tril(-1)) @ (torch.cat([v, k * seen], -1) * beta)
     own, of_state = news.split([v.shape[-1], k.shape[-1]], -1)
     to_end = (k * (G[..., -1:, :] - G).exp()).mT
     among, q, left = decay.products(q, k, G), q * seen, seen[..., -1, :, None]
@@ -195,6 +195,34 @@ def _in_chunks(tokens: Tokens, state: torch.Tensor, decay: Decay) -> tuple[torch
         outputs.append(q[:, :, n] @ state + among[:, :, n] @ d)
         state = state * left[:, :, n] + to_end[:, :, n] @ d
     return torch.cat(outputs, 2)[:, :, :T].transpose(1, 2), state
+
+
+def unit_lower_inverse(A: torch.Tensor) -> torch.Tensor:
+    """(I + A)^-1 of matrices `[..., L, L]` that are zero on and above the diagonal.
+
+    Rows of small blocks on the diagonal are solved one after the other; then neighbours are joined: what is below them
+    is -R^-1 Q P^-1. No power of A is taken: those can be as large as the inverse is small.
+    """
+    L, n = A.shape[-1], _BLOCK
+    size = n * (1 << max(0, -(-L // n) - 1).bit_length())
+    A = F.pad(A, (0, size - L, 0, size - L))
+    inverse = torch.eye(n, dtype=A.dtype, device=A.device).expand(*A.shape[:-2], size // n, n, n).clone()
+    blocks = _diagonal(A, n)
+    for i in range(1, n):
+        inverse[..., i, :i] = -(blocks[..., i, :i, None] * inverse[..., :i, :i]).sum(-2)
+    while n < size:
+        P, R = inverse[..., ::2, :, :], inverse[..., 1::2, :, :]
+        Q = _diagonal(A, 2 * n)[..., n:, :n]
+        below = torch.cat([-(R @ Q @ P), R], -1)
+        inverse = torch.cat([F.pad(P, (0, n)), below], -2)
+        n *= 2
+    return inverse[..., 0, :L, :L]
+
+
+def _diagonal(A: torch.Tensor, n: int) -> torch.Tensor:
+    """The blocks on the diagonal, `[..., L / n, n, n]`."""
+    blocks: torch.Tensor = A.unflatten(-1, (-1, n)).unflatten(-3, (-1, n)).diagonal(dim1=-4, dim2=-2)
+    return blocks.movedim(-1, -3)
 
 
 def _cut(x: torch.Tensor, N: int, L: int) -> torch.Tensor:
