@@ -135,7 +135,7 @@ def test_router_of_one_token_has_the_bits_of_its_ops(gating: int, has_bias: bool
         x = torch.randn(1, D, generator=torch.Generator().manual_seed(seed))
         plain = router.data.view(torch.float32)
         rule = {"n_used": 4, "gating": gating, "is_normalised": True, "scale": 1.5}
-        results.append((route(x), cpu.route(x, w.gain, plain, w.bias, eps=w.eps, **rule)))
+        results.append((route(x), cpu.route(x, w.gain, plain, w.bias, None, eps=w.eps, **rule)))
     assert all(torch.equal(a, b) for got, expected in results for a, b in zip(got, expected, strict=True))
 
 
