@@ -10,30 +10,35 @@ import torch
 from overspill.device.base import Device, Devices
 from overspill.device.factory import open_devices
 from overspill.device.handoff import failing_pairs
-from overspill.device.topology import measure
+from overspill.device.topology import Sample, measure
 from overspill.kernels import Ops, cpu
-from overspill.needs import cell_type, has_gpus
+from overspill.needs import Weight, cell_type, has_gpus
 from overspill.options import Options
 from overspill.pipeline.memory import Precision
 from overspill.placement.machine import GPU_ISSUE_US, DeviceSpec, Machine
+from overspill.quant.qtensor import QTensor
 
 _CELLS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 _GPU = "cuda"
 _RESERVE_BYTES = 1 << 30
+_READ_BYTES = 96 << 20  # beyond the caches of most machines
+_MANY_TOKENS, _MANY_VALUES = 64, 1 << 20
 
 
-def machine_for(options: Options) -> Machine:
-    """The machine at hand as far as the options let it be used, with rates measured now."""
+def machine_for(options: Options, weight: Weight) -> Machine:
+    """The machine at hand as far as the options let it be used, with rates measured now, at weights like this one."""
     devices = open_for(options)
     try:
-        rates = measure(devices)
+        rates = measure(devices, _sample(weight, devices.host.free_bytes))
         failing = failing_pairs(devices) if options.host_stage == "auto" else frozenset()
     finally:
         devices.close()
     is_shared = options.device_memory is None
     specs = tuple(
-        DeviceSpec(d.name, d.total_bytes, d.free_bytes, h2d_gbps, tflops, _reserve_bytes(d.name, is_shared=is_shared))
-        for d, h2d_gbps, tflops in zip(devices.accelerators, rates.h2d_gbps, rates.tflops, strict=True)
+        DeviceSpec(d.name, d.total_bytes, d.free_bytes, h2d, tflops, _reserve_bytes(d.name, is_shared=is_shared), read)
+        for d, h2d, tflops, read in zip(
+            devices.accelerators, rates.h2d_gbps, rates.tflops, rates.read_gbps, strict=True
+        )
     )
     return Machine(
         host_bytes=_host_share(devices.host.free_bytes),
@@ -42,8 +47,27 @@ def machine_for(options: Options) -> Machine:
         peer_gbps=rates.peer_gbps,
         cpu_gbps=rates.cpu_gbps,
         cpu_gflops=rates.cpu_gflops,
+        call_us=rates.call_us,
         issue_us=GPU_ISSUE_US if any(d.name.startswith(_GPU) for d in specs) else 0.0,
         failing_pairs=frozenset((specs[i].name, specs[j].name) for i, j in failing),
+    )
+
+
+def _sample(weight: Weight, free_bytes: int) -> Sample:
+    """The CPU's kernels at matrices of the type and width in which a model has most of its weights, and at as many
+    bytes of them, up to what no cache holds."""
+    row_bytes = weight.type.row_bytes(weight.n_columns)
+    n_rows = max(_MANY_TOKENS, min(_READ_BYTES, weight.n_bytes, free_bytes // 16) // row_bytes)
+    raw = torch.ones(n_rows * row_bytes, dtype=torch.uint8)
+    large = QTensor.from_bytes(raw, weight.type, (n_rows, weight.n_columns))
+    n_few = min(n_rows, max(_MANY_TOKENS, _MANY_VALUES // weight.n_columns))
+    x, linear = torch.ones(_MANY_TOKENS, weight.n_columns), cpu.OPS.linear
+    return Sample(
+        many=lambda: linear(x, large.rows(0, n_few)),
+        flops=2.0 * _MANY_TOKENS * n_few * weight.n_columns,
+        one=lambda: linear(x[:1], large),
+        n_bytes=n_rows * row_bytes,
+        call=lambda: linear(x[:1], large.rows(0, 1)),
     )
 
 

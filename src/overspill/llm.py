@@ -33,7 +33,7 @@ from overspill.gguf.source import ModelSource
 from overspill.hardware import machine_for, open_for, ops_for, precision_on
 from overspill.kernels import cpu
 from overspill.models.check import has_tokenizer, tokenizer_of, understand
-from overspill.needs import needs_on, shape_for, widens_dense
+from overspill.needs import main_weight, needs_on, shape_for, widens_dense
 from overspill.options import Options, options_from
 from overspill.pipeline.choose import choose
 from overspill.pipeline.memory import Memory, Sizes
@@ -79,7 +79,7 @@ class LLM:
         self.source: ModelSource = open_gguf(model) if isinstance(model, str | os.PathLike) else model
         arch, self.hparams, specs, self.source = understand(self.source)
         self._tokenizer = tokenizer_of(self.source) if has_tokenizer(self.source) else None
-        machine = machine_for(self.options)
+        machine = machine_for(self.options, main_weight(self.source, specs))
         precision = precision_on(machine, self.options)
         shape = shape_for(machine, self.options, self.source, self.hparams, specs)
         needs = needs_on(machine, self.hparams)

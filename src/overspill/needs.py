@@ -5,10 +5,13 @@ So a plan can be made for a machine that one does not have, in a moment.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from overspill.errors import UserError
 from overspill.gguf.source import ModelSource
+from overspill.gguf.types import TensorType
 from overspill.gpu_memory import DEFAULT_WEIGHT_BYTES, DENSE_PART_BYTES, scratch_bytes
 from overspill.models.describe import dense_wide_bytes, model_shape
 from overspill.models.specs.base import HParams, TensorSpec
@@ -20,6 +23,25 @@ from overspill.placement.shape import ModelShape
 
 _MADE_OF_THREADS = ("virtual:", "null:")
 _DENSE_SHARE = 0.2
+
+
+class Weight(NamedTuple):
+    """How matrices are stored, how long their rows are, and what all of them take."""
+
+    type: TensorType
+    n_columns: int
+    n_bytes: int
+
+
+def main_weight(source: ModelSource, specs: Sequence[TensorSpec]) -> Weight:
+    """The kind of matrix that takes most of a model's layers."""
+    n_bytes: Counter[tuple[TensorType, int]] = Counter()
+    for spec in specs:
+        info = source.tensors[spec.name]
+        if spec.name.startswith("blk.") and len(info.shape) > 1 and not spec.is_index:
+            n_bytes[info.type, info.shape[-1]] += info.n_bytes
+    ((type, n_columns), n_most) = n_bytes.most_common(1)[0]
+    return Weight(type, n_columns, n_most)
 
 
 def has_gpus(machine: Machine) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from overspill.gguf.source import ModelSource
 from overspill.models.check import understand
-from overspill.needs import needs_on, shape_for
+from overspill.needs import main_weight, needs_on, shape_for
 from overspill.options import options_from
 from overspill.pipeline.choose import Plan, choose
 from overspill.pipeline.simulate import WaveShape, grid
@@ -38,7 +38,7 @@ def make_plan(source: ModelSource, machine: Path | None, options: Mapping[str, A
     if machine is None:
         from overspill.hardware import machine_for
 
-        target = machine_for(chosen)
+        target = machine_for(chosen, main_weight(source, specs))
     else:
         target = Machine.from_json(machine).select(chosen.devices).capped(chosen.device_memory)
     shape = shape_for(target, chosen, source, hparams, specs)

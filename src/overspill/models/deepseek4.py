@@ -146,7 +146,8 @@ class Model(StreamModel):
         assert rope is not None
         cos, sin = view.angles(rope)
         q = linear(block, "indexer.attn_q_b", latent).unflatten(1, (hp.index_heads, hp.index_dim))
-        q = rotate_last(block, q, (cos[rows], sin[rows])).to(keys.dtype)
+        q = rotate_last(block, q, (cos[rows], sin[rows]))
+        keys = keys.to(q.dtype)
         weights = linear(block, "indexer.proj", normed).float() / math.sqrt(hp.index_dim * hp.index_heads)
         scores = []
         n = rows_at_once(hp.index_heads * len(keys))

@@ -24,7 +24,7 @@ def attend_masked(
     """softmax(scale q k^T over the keys seen) v, `[T, H * B]`. sinks: see `kernels.Attention`."""
     (T, H, _), (G, C, B) = q_THA.shape, v_GCB.shape
     n = rows_at_once(H * C)
-    q = q_THA.to(k_GCA.dtype).unflatten(1, (G, H // G))
+    q, k_GCA, v_GCB = q_THA.unflatten(1, (G, H // G)), k_GCA.to(q_THA.dtype), v_GCB.to(q_THA.dtype)
     outputs = []
     for first in range(0, T, n):
         rows = slice(first, first + n)

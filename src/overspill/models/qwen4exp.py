@@ -157,8 +157,8 @@ class Model(StreamModel, qwen35.Model):
 
 def _scores(queries_THA: torch.Tensor, keys_BA: torch.Tensor) -> torch.Tensor:
     """The sum of all heads' products that are positive, float32 `[T, B]`."""
-    scores, n = [], rows_at_once(queries_THA.shape[1] * len(keys_BA))
+    scores, n, keys_BA = [], rows_at_once(queries_THA.shape[1] * len(keys_BA)), keys_BA.to(queries_THA.dtype)
     for first in range(0, len(queries_THA), n):
-        products = torch.einsum("tha,ba->thb", queries_THA[first : first + n].to(keys_BA.dtype), keys_BA)
+        products = torch.einsum("tha,ba->thb", queries_THA[first : first + n], keys_BA)
         scores.append(products.float().relu_().sum(1))
     return torch.cat(scores)

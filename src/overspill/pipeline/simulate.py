@@ -86,6 +86,8 @@ class _Costs:
         self._wave = wave
         self._schedule = schedule
         self._past = [wave.first_pos + sum(wave.n_tokens[:m]) for m in range(len(wave.n_tokens))]
+        # A call takes the CPU's time wherever it computes; the launches of GPUs are priced by split (`issue_us`).
+        self._call_us = 0.0 if machine.issue_us else machine.call_us
         n_uploading = len({d for i, d in enumerate(layout.layer_device) if layout.has_host_experts(i)})
         self._link_gbps = [min(d.h2d_gbps, machine.h2d_total_gbps / max(1, n_uploading)) for d in machine.devices]
 
@@ -106,7 +108,8 @@ class _Costs:
                 return _LAUNCH_US + self._slab_bytes(action) * 3 / self._rate_gbps(action.device) / 1e3
             case Verb.OUTPUT:
                 n_rows = self._wave.n_tokens[action.ubatch] if action.chunk > 0 else 1
-                return _LAUNCH_US + self._compute_us(action.device, n_rows * self._shape.output_flops, n_rows)
+                n_bytes = self._shape.output_bytes
+                return _LAUNCH_US + self._compute_us(action.device, n_rows * self._shape.output_flops, n_bytes)
             case Verb.EMBED:
                 return _CPU_EMBED_US * self._wave.n_tokens[action.ubatch]
             case _:
@@ -143,7 +146,8 @@ class _Costs:
         if action.verb is Verb.ATTEND:
             weights -= self._expert_flops(i_layer)
         flops = n * (weights + self._shape.attention_flops[i_layer] * n_keys)
-        return self._compute_us(action.device, flops, n, self._weight_bytes(i_layer, action.verb, n))
+        n_bytes = self._weight_bytes(i_layer, action.verb, n)
+        return self._call_us * self._shape.n_tensors[i_layer] + self._compute_us(action.device, flops, n_bytes)
 
     def _weight_bytes(self, i_layer: int, verb: Verb, n_tokens: int) -> float:
         dense = self._shape.layer_bytes(i_layer)
@@ -163,15 +167,16 @@ class _Costs:
             1.0 if action.slab < 0 else self._layout.slabs[action.layer][action.slab].n_experts / self._shape.n_expert
         )
         flops = n * self._expert_flops(action.layer) * share
-        return self._compute_us(action.device, flops, n, self._shape.expert_bytes(action.layer) * met * share)
+        return self._compute_us(action.device, flops, self._shape.expert_bytes(action.layer) * met * share)
 
     def _rate_gbps(self, device: int) -> float:
-        """Bandwidth at which a device reads its own weights: about 1 byte per 160 FLOP of its matrix rate."""
+        """Bandwidth at which a device reads its own weights; if not measured, 1 byte per 160 FLOP of its products."""
         if device == self._layout.host:
             return self._machine.cpu_gbps
-        return self._machine.devices[device].tflops * 1e3 / 160
+        spec = self._machine.devices[device]
+        return spec.tflops * 1e3 / 160 if spec.read_gbps is None else spec.read_gbps
 
-    def _compute_us(self, device: int, flops: float, n_tokens: int, weight_bytes: float = 0.0) -> float:
+    def _compute_us(self, device: int, flops: float, weight_bytes: float) -> float:
         if device == self._layout.host:
             gflops = self._machine.cpu_gflops
         else:

@@ -30,6 +30,7 @@ class DeviceSpec:
 
     h2d_gbps: uploads over its link alone, GB/s. tflops: matrix products. reserve_bytes: what to leave free unless the
     user says otherwise (`-fitt`): 1 GiB on a real device that others may use too, 0 on a capped or virtual one.
+    read_gbps: weights that its kernels read for one token; None: what goes with its products.
     """
 
     name: str
@@ -38,6 +39,7 @@ class DeviceSpec:
     h2d_gbps: float
     tflops: float
     reserve_bytes: int = 0
+    read_gbps: float | None = None
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,9 @@ class Machine:
     """The devices in pipeline order, and the host.
 
     host_bytes: memory that weights may take. h2d_total_gbps: all links at once. peer_gbps: device to device.
-    cpu_gbps: the CPU reading memory. cpu_gflops: the CPU's matrix products. issue_us: host time to launch the work of
-    one split on a device. failing_pairs: names (source, target) of
-    devices between which direct copies do not arrive.
+    cpu_gbps: weights that the CPU's kernels read for one token. cpu_gflops: their products for many. call_us: a call of
+    one op, whatever it computes. issue_us: host time to launch the work of one split on a device. failing_pairs: names
+    (source, target) of devices between which direct copies do not arrive.
     """
 
     host_bytes: int
@@ -56,6 +58,7 @@ class Machine:
     peer_gbps: float
     cpu_gbps: float
     cpu_gflops: float = 100.0
+    call_us: float = 0.0
     issue_us: float = 0.0
     failing_pairs: frozenset[tuple[str, str]] = frozenset()
 

@@ -122,6 +122,15 @@ class ModelShape:
         return self._bytes_per_layer(Role.EXPERT)
 
     @cached_property
+    def n_tensors(self) -> tuple[int, ...]:
+        """Tensors of each layer: about so many ops compute it."""
+        counts = [0] * self.n_layer
+        for t in self.tensors:
+            if t.layer is not None:
+                counts[t.layer] += 1
+        return tuple(counts)
+
+    @cached_property
     def embed_bytes(self) -> int:
         return self._bytes_of(Role.EMBED)
 
