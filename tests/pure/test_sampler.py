@@ -152,9 +152,10 @@ def test_the_lowest_id_wins_ties():
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5, 99, 100, 1000])
-def test_largest_orders_by_value_then_id(k):
-    values = np.random.default_rng(0).integers(0, 20, 100).astype(np.float32)
-    want = sorted(range(100), key=lambda i: (-values[i], i))[:k]
+@pytest.mark.parametrize(("n", "n_values"), [(100, 20), (6461, 20), (6461, 10**6), (6400, 2)])
+def test_largest_orders_by_value_then_id(k, n, n_values):
+    values = np.random.default_rng(0).integers(0, n_values, n).astype(np.float32)
+    want = sorted(range(n), key=lambda i: (-values[i], i))[:k]
     assert largest(values, k).tolist() == want
 
 

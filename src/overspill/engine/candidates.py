@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 Doubles = NDArray[np.float64]
 Ids = NDArray[np.int64]
 
+_N_IN_GROUP = 64
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidates:
@@ -49,13 +51,21 @@ class Candidates:
 
 def largest(values: NDArray[np.floating], k: int) -> Ids:
     """Places of the k largest values, descending, the lower place first on ties. values: without NaN."""
-    n = len(values)
-    if k < n:
-        # The k-th value does not depend on how partition breaks ties; the places it would choose do.
-        places = np.flatnonzero(values >= np.partition(values, n - k)[n - k])
-    else:
-        places = np.arange(n)
+    n_groups = len(values) // _N_IN_GROUP
+    places = np.arange(len(values))
+    if k < n_groups:
+        # The largest of each group: k of them reach the k-th of these, so the k largest values do too.
+        largest_of_groups = values[: n_groups * _N_IN_GROUP].reshape(_N_IN_GROUP, n_groups).max(axis=0)
+        places = np.flatnonzero(values >= _kth(largest_of_groups, k))
+    if k < len(places):
+        places = places[values[places] >= _kth(values[places], k)]
     return places[np.argsort(-values[places], kind="stable")[:k]]
+
+
+def _kth(values: NDArray[np.floating], k: int) -> np.floating:
+    """The k-th largest value. (The places that partition would choose depend on how it breaks ties.)"""
+    kth: np.floating = np.partition(values, len(values) - k)[len(values) - k]
+    return kth
 
 
 def top_k(c: Candidates, k: int) -> Candidates:

@@ -121,7 +121,7 @@ class Sampler:
         ids = np.flatnonzero(is_left)
         if not ids.size:
             raise NoTokenLeft("no token is left to sample: logit_bias, ignore_eos or a grammar forbid all there are")
-        return Candidates(ids, biased_V[ids])
+        return Candidates(ids, biased_V if len(ids) == len(biased_V) else biased_V[ids])
 
     def _told(self, logits_V: Floats, best_id: int, left: Candidates, place: int) -> Draw:
         n, token_id = self._params.n_probs, int(left.ids[place])
