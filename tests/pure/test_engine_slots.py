@@ -174,6 +174,24 @@ def test_a_wave_ends_early_when_all_its_requests_are_cancelled(n_states: int):
     assert [slot.request_id for slot in engine.slots] == [None, None]
 
 
+def test_a_wave_that_only_decodes_is_not_abandoned():
+    """It is short, and its cells are wanted: a stop string ends a request this way."""
+    asked: list[bool] = []
+    model = HashModel(**SIZES)
+
+    def run_wave(wave: Wave) -> list[torch.Tensor]:
+        if wave.n_tokens == 1:
+            engine.cancel("a")
+        asked.append(engine.is_wave_abandoned)
+        return model.run_wave(wave)
+
+    engine = Engine(run_wave, **SIZES, reuse=PrefixReuse.ANY_POINT)
+    ids = prompt(1, 10)
+    events = run(engine, Request("a", ids, GREEDY))["a"]
+    assert asked == [False, False]
+    assert n_cached(run(engine, Request("b", (*ids, *tokens(events)), GREEDY))["b"]) == 11
+
+
 def test_the_status_counts_waves_and_the_sequences_in_them():
     engine = Engine(HashModel(**SIZES).run_wave, **SIZES)
     run(engine, *(Request(str(i), prompt(i, 4), GREEDY) for i in range(2)))

@@ -63,6 +63,7 @@ UNSERVED: list[tuple[str, Any]] = [
     ("samplers", ["temperature", "adaptive_p"]),
     ("samplers", "ki"),
     ("samplers", ["nosuch"]),
+    ("grammar_lazy", True),
     ("lora", [{"id": 0, "scale": 1}]),
 ]
 UNSERVED_CHAT: list[tuple[str, Any]] = [

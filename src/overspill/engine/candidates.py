@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,14 +50,23 @@ class Candidates:
         return shares
 
 
+@lru_cache(maxsize=4)
+def all_places(n: int) -> Ids:
+    """0 to n - 1, not to be written to: a vocabulary's worth of numbers takes long to make for each token."""
+    places: Ids = np.arange(n)
+    places.flags.writeable = False
+    return places
+
+
 def largest(values: NDArray[np.floating], k: int) -> Ids:
     """Places of the k largest values, descending, the lower place first on ties. values: without NaN."""
     n_groups = len(values) // _N_IN_GROUP
-    places = np.arange(len(values))
     if k < n_groups:
         # The largest of each group: k of them reach the k-th of these, so the k largest values do too.
         largest_of_groups = values[: n_groups * _N_IN_GROUP].reshape(_N_IN_GROUP, n_groups).max(axis=0)
         places = np.flatnonzero(values >= _kth(largest_of_groups, k))
+    else:
+        places = all_places(len(values))
     if k < len(places):
         places = places[values[places] >= _kth(values[places], k)]
     return places[np.argsort(-values[places], kind="stable")[:k]]

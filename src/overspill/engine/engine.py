@@ -155,7 +155,7 @@ class Engine:
 
     @property
     def is_wave_abandoned(self) -> bool:
-        """Whether all requests of the wave that is being computed were cancelled."""
+        """Whether all requests of the wave that is being computed, which has prompts in it, were cancelled."""
         return bool(self._in_wave) and self._in_wave <= self._cancelled
 
     def forget_cells(self) -> None:
@@ -214,7 +214,8 @@ class Engine:
     def _compute(self, wave: Wave) -> list[Event]:
         sequences = self._scheduler.sequences_in(wave)
         self._mark_started(sequences)
-        self._in_wave = frozenset(s.request.id for s in sequences)
+        # A wave without prompts is soon over, and ends with sound cells.
+        self._in_wave = frozenset(s.request.id for s in sequences if wave.n_tokens > len(sequences))
         try:
             logits = self._run_paced(wave, sequences)
         except WaveAbandoned:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from overspill.engine.candidates import Candidates, Doubles, drawn, largest
+from overspill.engine.candidates import Candidates, Doubles, all_places, drawn, largest
 from overspill.engine.chain import chain_of, is_greedy, looks_back
 from overspill.engine.constraint import Constraint
 from overspill.engine.mirostat import mirostat_1, mirostat_2, next_mu
@@ -118,10 +118,12 @@ class Sampler:
         is_left[self._banned_ids] = False
         if allowed is not None:
             is_left &= allowed
+        if is_left.all():
+            return Candidates(all_places(len(biased_V)), biased_V)
         ids = np.flatnonzero(is_left)
         if not ids.size:
             raise NoTokenLeft("no token is left to sample: logit_bias, ignore_eos or a grammar forbid all there are")
-        return Candidates(ids, biased_V if len(ids) == len(biased_V) else biased_V[ids])
+        return Candidates(ids, biased_V[ids])
 
     def _told(self, logits_V: Floats, best_id: int, left: Candidates, place: int) -> Draw:
         n, token_id = self._params.n_probs, int(left.ids[place])

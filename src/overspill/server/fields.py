@@ -117,6 +117,7 @@ class SamplingFields(Body):
     json_schema: Any = None
 
     # Known, and refused where they would change the answer.
+    grammar_lazy: Flag = False
     t_max_predict_ms: Number = -1
     n_indent: Whole = 0
     response_fields: list[str] = []

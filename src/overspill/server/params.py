@@ -60,6 +60,7 @@ def sampling_params(body: SamplingFields, tokenizer: Tokenizer, *, n_probs: int)
 def unserved_fields(body: SamplingFields) -> Iterator[str]:
     """Fields whose values ask for what this server does not do."""
     asked = {
+        "grammar_lazy": body.grammar_lazy,
         "t_max_predict_ms": body.t_max_predict_ms > 0,
         "n_indent": body.n_indent > 0,
         "response_fields": bool(body.response_fields),
