@@ -10,6 +10,7 @@ import pytest
 from openai import OpenAI
 from pydantic import BaseModel
 
+from tests.server.scripted import SOURCE, scripted
 from tests.server.served import Served
 
 CHAT = "/v1/chat/completions"
@@ -122,3 +123,18 @@ def test_bans_that_contradict_a_grammar_are_the_requests_own_fault(served: Serve
 def test_a_limit_cuts_a_constrained_answer(served: Served) -> None:
     answer = served.ask(CHAT, messages=[USER], json_schema=SCHEMA, max_tokens=2)
     assert answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_schema_holds_from_where_thoughts_end(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt opens a thought; the model thinks, and would then rather not write JSON."""
+    thinking = SOURCE.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n")
+    assert thinking != SOURCE
+    scripted(served, monkeypatch, thinking)(
+        "Let me see: {1}.\n</think>\n\n" + "I would rather talk about something else. " * 3
+    )
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
+    answer = served.ask(CHAT, messages=[USER], json_schema=schema, temperature=0, max_tokens=100)
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert choice["message"]["reasoning_content"].strip() == "Let me see: {1}."
+    assert json.loads(choice["message"]["content"]) == {"a": 1}
