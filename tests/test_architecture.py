@@ -52,6 +52,8 @@ NO_TORCH = [
     "commands/plan.py",
     "engine/request.py",
     "engine/scheduler.py",
+    "engine/sequence.py",
+    "engine/pace.py",
     "options.py",
     "cli.py",
 ]

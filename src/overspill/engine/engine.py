@@ -29,7 +29,8 @@ from overspill.engine.request import (
     TokenEvent,
 )
 from overspill.engine.sampler import BadLogits, Draw, NoTokenLeft, Sampler
-from overspill.engine.scheduler import PrefixReuse, Scheduler, Sequence, output_slots
+from overspill.engine.scheduler import PrefixReuse, Scheduler, output_slots
+from overspill.engine.sequence import Sequence
 from overspill.errors import UserError
 from overspill.pipeline.wave import Wave
 
