@@ -10,6 +10,7 @@ import sys
 import pytest
 
 AVX2 = "+avx,+avx2,+fma,+f16c,+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+bmi,+bmi2"
+AVX512 = AVX2 + ",+avx512f,+avx512bw,+avx512cd,+avx512dq,+avx512vl"
 SCRIPT = """
 import torch
 from overspill.gguf.types import TensorType
@@ -17,8 +18,8 @@ from overspill.kernels.numba import matmul, target
 from overspill.quant.dequant import dequantize
 from tests.kernels.weights import random_weight
 
-assert (target.LANES, target.HAS_AVX2) == (8, {has_avx2})
-for name in ("F32", "F16", "Q4_0", "Q5_0", "Q8_0", "Q4_K", "Q6_K", "MXFP4", "NVFP4", "IQ1_M", "IQ3_S"):
+assert (target.LANES, target.HAS_AVX2, target.HAS_BYTE_PRODUCTS) == ({lanes}, {has_avx2}, False)
+for name in ("F32", "F16", "Q4_0", "Q5_0", "Q8_0", "Q2_K", "Q4_K", "Q6_K", "MXFP4", "NVFP4", "IQ1_M", "IQ3_S"):
     weight = random_weight(TensorType[name], (21, 768))
     x = torch.randn(24, 768)
     y = matmul(x, weight)
@@ -31,12 +32,13 @@ print("good")
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the features named are those of x86-64 CPUs")
-@pytest.mark.parametrize(("cpu", "features"), [("generic", ""), ("haswell", AVX2)])
+@pytest.mark.parametrize(("cpu", "features"), [("generic", ""), ("haswell", AVX2), ("skylake-avx512", AVX512)])
 def test_kernels_are_right_when_compiled_for(cpu: str, features: str) -> None:
-    if cpu == "haswell" and "avx2" not in _host_features():
-        pytest.skip("this CPU cannot run AVX2 code")
+    missing = {name[1:] for name in features.split(",") if name} - _host_features()
+    if missing:
+        pytest.skip(f"this CPU cannot run {cpu} code: it lacks {missing}")
     env = os.environ | {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": features}
-    script = SCRIPT.format(has_avx2=bool(features))
+    script = SCRIPT.format(lanes=16 if features == AVX512 else 8, has_avx2=bool(features))
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=300)
     assert done.stdout == "good\n", done.stderr
 

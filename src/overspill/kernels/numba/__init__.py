@@ -1,8 +1,9 @@
 """CPU kernels: products with quantised weights, compiled by Numba from vector IR at first use.
 
-Weights are read as they are stored and decoded to float32 in registers or in the nearest cache; activations stay
-float32. A result depends on its own token and row only: not on the other tokens of the batch, nor on threads, nor
-on how a layer's experts were divided into calls.
+Weights are read as they are stored. Where the CPU multiplies bytes (VNNI), types that are bytes with a step meet
+activations as three bytes each, in exact integer sums (`digits`); all others, and everything on other CPUs, are decoded
+to float32 in registers or in the nearest cache. A result depends on its own token and row only: not on the other tokens
+of the batch, nor on threads, nor on how a layer's experts were divided into calls.
 
 Threads: a call uses `numba.get_num_threads()` threads of the OpenMP layer, and any number of Python threads may
 call at once (Numba's other built-in layer, workqueue, would not allow that).
