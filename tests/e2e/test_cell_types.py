@@ -13,7 +13,7 @@ from overspill.placement.machine import DeviceSpec, Machine
 from tests.helpers.plain import DATA
 
 IDS = [(37 * i + 5) % 480 for i in range(60)]
-MODELS = ["qwen3moe", "gpt-oss", "deepseek_v3"]
+MODELS = ["qwen3moe", "gpt-oss", "deepseek_v3", "llama", "qwen2", "glm4_moe"]
 
 
 def open_model(name: str, cells: str) -> LLM:

@@ -116,7 +116,7 @@ class Transformer:
         block, eps = self._blocks[i_layer], self.hparams.rms_eps
         if len(x) == 1 and view.steps is None:
             attend, rope = self._token_attentions[i_layer], self._ropes[i_layer]
-            if attend is not None and rope is not None:
+            if attend is not None and rope is not None and cache.k.dtype == torch.float32:
                 (segment,) = view.segments
                 return attend(x, *cache.all_cells(segment), segment.first_pos, view.angles(rope))
         if self.has_plain_projections:
