@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from overspill.gguf import Keys, open_gguf
+from overspill.text import Tokenizer
 from tests.helpers.gguf_files import Document, flag, numbers, string, strings, u32
 
 DATA = Path(__file__).parent.parent / "data" / "vocab"
@@ -93,3 +94,14 @@ def with_flags(document: Document, **flags: bool) -> Document:
 
 def _with_tokens(document: Document, tokens: list[str], kinds: list[int]) -> Document:
     return document.with_key(T + "tokens", strings(tokens)).with_key(T + "token_type", numbers(5, "i", kinds))
+
+
+@cache
+def tiny_tokenizer() -> Tokenizer:
+    """Of `tiny.gguf`."""
+    return Tokenizer.from_keys(open_gguf(DATA / "tiny.gguf").keys)
+
+
+def spelled(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    """The pieces of ids as text."""
+    return [tokenizer.piece(i, special=True).decode("utf-8", "backslashreplace") for i in ids]

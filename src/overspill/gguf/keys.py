@@ -62,6 +62,11 @@ class Keys(Mapping[str, Value]):
         """View of the keys that begin with `prefix` and a dot, without that beginning."""
         return Keys(self._entries, self._path, f"{self._prefix}{prefix}.")
 
+    @property
+    def file(self) -> str:
+        """Where they are from, for messages."""
+        return shown_path(self._path)
+
     def full_name(self, name: str) -> str:
         """The key in the file that `name` stands for in this view."""
         return self._prefix + name

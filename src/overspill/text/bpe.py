@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import cache
 
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import BPE
@@ -84,4 +85,10 @@ def _explained(vocab: Vocab, pairs: Sequence[tuple[str, str]]) -> UserError | No
 def _warn_of_missing_bytes(vocab: Vocab) -> None:
     n_missing = sum(1 for character in BYTE_OF if character not in vocab.ids)
     if n_missing:
-        _log.warning("%stokens lacks %d of the 256 bytes; text that needs them loses them", PREFIX, n_missing)
+        _tell_missing_bytes(vocab.file, n_missing)
+
+
+@cache
+def _tell_missing_bytes(file: str, n_missing: int) -> None:
+    """Once for each file, however often it is opened."""
+    _log.warning("%s: %stokens lacks %d of the 256 bytes; text that needs them loses them", file, PREFIX, n_missing)

@@ -47,7 +47,10 @@ class Defaults:
 
 @dataclass(frozen=True, kw_only=True)
 class Vocab:
-    """Token texts by id, their kinds, ids by text (the lowest id of a text), and the special ids."""
+    """Token texts by id, their kinds, ids by text (the lowest id of a text), and the special ids.
+
+    file: where it is from, for messages.
+    """
 
     texts: Sequence[str]
     kinds: Sequence[int]
@@ -60,6 +63,7 @@ class Vocab:
     eog_ids: frozenset[int]
     shown_ids: frozenset[int]
     suppressed_ids: frozenset[int]
+    file: str = ""
 
     @property
     def n_vocab(self) -> int:
@@ -119,6 +123,7 @@ def read_vocab(keys: Keys, defaults: Defaults) -> Vocab:
         eog_ids=frozenset(eog_ids),
         shown_ids=frozenset(shown | ({ids["<|end|>"]} - eog_ids if "<|end|>" in ids else set())),
         suppressed_ids=frozenset(i for i in keys.i32s(PREFIX + "suppress_tokens", default=()) if 0 <= i < len(texts)),
+        file=keys.file,
     )
 
 
