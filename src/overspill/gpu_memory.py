@@ -8,6 +8,9 @@ from __future__ import annotations
 DEFAULT_WEIGHT_BYTES = 512 << 20
 """Room for resident experts that are dequantised for one product; more of them are taken in parts."""
 
+MAX_SPREAD_TOKENS = 16
+"""Most tokens whose experts are shared out without the host: as many as the kernels for few tokens take."""
+
 DENSE_PART_BYTES = 64 << 20
 """The same for a dense matrix, such as the head."""
 

@@ -82,7 +82,7 @@ class LLM:
         machine = machine_for(self.options, main_weight(self.source, specs))
         precision = precision_on(machine, self.options)
         shape = shape_for(machine, self.options, self.source, self.hparams, specs)
-        needs = needs_on(machine, self.hparams)
+        needs = needs_on(machine, self.hparams, specs)
         self.plan = choose(shape, machine, self.options, needs)
         _tell_lower_context(self.options, self.plan.placement.n_ctx, self.hparams.n_ctx_train)
         done = _counter(progress, sum(self.source.tensors[spec.name].n_bytes for spec in specs))
@@ -100,7 +100,10 @@ class LLM:
                 self.options.n_states,
                 needs(placed.n_ubatch).n_trials,
             )
-            memory = Memory(self.devices, layout, self.hparams, self.sizes, placed.staging, precision)
+            n_spread = self.plan.n_spread_tokens
+            memory = Memory(
+                self.devices, layout, self.hparams, self.sizes, placed.staging, precision, n_spread_tokens=n_spread
+            )
             loaded = load(
                 self.source,
                 specs,
@@ -115,16 +118,20 @@ class LLM:
                 n_threads=self.options.load_threads,
                 widens_dense=widens_dense(machine, self.source, specs),
             )
-            work = Work(loaded.model, layout, memory, loaded.host_experts, cpu.OPS, loaded.rings)
+            if loaded.residence.pageable_bytes:
+                self.plan = self.plan.without_spread()
+            parts = (loaded.model, layout, memory, loaded.host_experts, cpu.OPS, loaded.rings)
+            tables = [ops_of(device) for device in self.devices.all]
+            shares = () if self.plan.spread is None else self.plan.spread.shares
             steps = None
             if StepRunner.serves(self.devices, layout, self.hparams):
-                step_work = StepWork(loaded.model, layout, memory, loaded.host_experts, cpu.OPS, loaded.rings)
-                steps = StepRunner(self.devices, layout, memory, step_work, ops_of)
+                step_work = StepWork(*parts, tables=tables, shares=shares)
+                steps = StepRunner(self.devices, layout, memory, step_work, tables, self.n_threads)
             self.runner = Runner(
                 self.devices,
                 layout,
                 memory,
-                work,
+                Work(*parts, tables=tables, shares=shares),
                 max_in_flight=self.plan.max_in_flight,
                 waits_on_host=self.options.force_xdev_sync,
                 steps=steps,

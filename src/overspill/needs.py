@@ -12,7 +12,7 @@ from typing import NamedTuple
 from overspill.errors import UserError
 from overspill.gguf.source import ModelSource
 from overspill.gguf.types import TensorType
-from overspill.gpu_memory import DEFAULT_WEIGHT_BYTES, DENSE_PART_BYTES, scratch_bytes
+from overspill.gpu_memory import DEFAULT_WEIGHT_BYTES, DENSE_PART_BYTES, MAX_SPREAD_TOKENS, scratch_bytes
 from overspill.models.describe import dense_wide_bytes, model_shape
 from overspill.models.specs.base import HParams, TensorSpec
 from overspill.options import Options, flag_of
@@ -79,13 +79,14 @@ def widens_dense(machine: Machine, source: ModelSource, specs: Sequence[TensorSp
     return has_gpus(machine) and n_bytes <= _DENSE_SHARE * sum(device.free_bytes for device in machine.devices)
 
 
-def needs_on(machine: Machine, hp: HParams) -> Callable[[int], KernelNeeds]:
+def needs_on(machine: Machine, hp: HParams, specs: Sequence[TensorSpec]) -> Callable[[int], KernelNeeds]:
     """What the accelerators' kernels take, by the size of a ubatch."""
     if not has_gpus(machine):
         return lambda n_ubatch: NO_NEEDS
     n_heads_dim = hp.n_head * hp.head_dim
     experts = (hp.n_expert, hp.n_expert_used, hp.n_ff_exp if hp.n_expert else hp.n_ff)
     logits_bytes = 4 * N_LOGIT_ROWS * hp.n_vocab
+    has_host_free_steps = not hp.has_states and hp.n_before == 0 and hp.x_dim == hp.n_embd
     return lambda n_ubatch: KernelNeeds(
         wide_value_bytes=WIDE_VALUE_BYTES,
         normed_value_bytes=2,
@@ -96,4 +97,6 @@ def needs_on(machine: Machine, hp: HParams) -> Callable[[int], KernelNeeds]:
         head_bytes=logits_bytes + DENSE_PART_BYTES,
         resident_bytes=DEFAULT_WEIGHT_BYTES if hp.n_expert else 0,
         n_trials=1,
+        n_spread_tokens=MAX_SPREAD_TOKENS if has_host_free_steps else 0,
+        spreads_alone=any(spec.name.endswith(("_exps.bias", "_exps.scale")) for spec in specs),
     )

@@ -38,7 +38,10 @@ from overspill.placement.budget import StagingPlan
 
 OPS = replace(ref.OPS, widen=ref.widen)
 DIRECT = Detour()
-ORDERS_AND_POLICIES = [(order, policy) for order in Order for policy in Policy]
+EXACT_POLICIES = [policy for policy in Policy if policy is not Policy.SPREAD]
+"""Those that give the same bits wherever experts are computed; SPREAD adds up the parts of several parties."""
+
+ORDERS_AND_POLICIES = [(order, policy) for order in Order for policy in EXACT_POLICIES]
 
 _NULL_BYTES = 1 << 40
 # The real ring would cost most of the time of opening a small model.
@@ -142,6 +145,12 @@ def staging_plans(slot_bytes: Sequence[int], hp: HParams, shape: Shape) -> tuple
     return tuple(plans)
 
 
+def shares_of(n_devices: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """For spread experts: every device takes part in every layer, its owner twice as much as the others."""
+    everybody = range(n_devices + 1)
+    return tuple(((i, 2), *((p, 1) for p in everybody if p != i)) for i in range(n_devices))
+
+
 @dataclass
 class Pipe:
     """An assembled pipeline. uploaded_bytes and the like are counted from here, loading excepted."""
@@ -156,7 +165,7 @@ class Pipe:
 
     def schedule(self, order: Order, policy: Policy = Policy.ALL) -> WaveSchedule:
         """A schedule that uses the staging slots there are."""
-        return WaveSchedule(order, policy, self.shape.n_staging, self.shape.widens)
+        return WaveSchedule(order, policy, self.shape.n_staging, self.shape.widens, shares_of(self.shape.n_devices))
 
     @property
     def log(self) -> list[Entry]:
@@ -217,9 +226,9 @@ def pipe(
     ops: Ops = OPS,
     n_trials: int = 0,
 ) -> Iterator[Pipe]:
-    """Open devices (or take those given), reserve, load; close at the end. ops: of accelerators.
+    """Open devices (or take those given), reserve, load; close at the end.
 
-    n_trials: 1 lets steps be recorded.
+    ops: of the accelerators. n_trials: 1 lets steps of decoding be recorded.
     """
     arch, hp, specs, source = understand(source)
     layout, slot_bytes = make_layout(source, hp.n_layer, hp.n_expert, shape)
@@ -232,6 +241,7 @@ def pipe(
             hp,
             Sizes(n_ubatch, n_ubatches, n_slots, n_cells, n_states, n_trials),
             staging_plans(slot_bytes, hp, shape),
+            n_spread_tokens=n_ubatch if hp.n_expert else 0,
         )
         with patch.object(weights, "_RING_BYTES", _RING_BYTES), rare_delays(0, share=0.0):
             loaded = load(
@@ -245,13 +255,22 @@ def pipe(
                 is_on_host=shape.is_on_host,
                 mode=mode,
             )
-        work = Work(loaded.model, layout, memory, loaded.host_experts, OPS, loaded.rings)
+        parts = (loaded.model, layout, memory, loaded.host_experts, OPS, loaded.rings)
+        tables = [*[ops] * shape.n_devices, OPS]
+        shares = shares_of(shape.n_devices)
         steps = None
         if n_trials:
-            step_work = StepWork(loaded.model, layout, memory, loaded.host_experts, OPS, loaded.rings)
-            steps = StepRunner(devices, layout, memory, step_work, lambda device: ops)
+            step_work = StepWork(*parts, tables=tables, shares=shares)
+            assert StepRunner.serves(devices, layout, hp)
+            steps = StepRunner(devices, layout, memory, step_work, tables, n_threads=2)
         runner = Runner(
-            devices, layout, memory, work, max_in_flight=max_in_flight, waits_on_host=waits_on_host, steps=steps
+            devices,
+            layout,
+            memory,
+            Work(*parts, tables=tables, shares=shares),
+            max_in_flight=max_in_flight,
+            waits_on_host=waits_on_host,
+            steps=steps,
         )
         n_bytes = sum(experts.n_bytes for experts in loaded.host_experts.values())
         for device in devices.all:

@@ -12,7 +12,17 @@ import torch
 from overspill.pipeline import memory, runner
 from overspill.pipeline.schedule import Order, Policy
 from overspill.pipeline.wave import Segment, Ubatch, Wave
-from tests.helpers.pipe import ORDERS_AND_POLICIES, Pipe, Shape, cut_wave, cut_waves, pipe, rare_delays, run_all
+from tests.helpers.pipe import (
+    EXACT_POLICIES,
+    ORDERS_AND_POLICIES,
+    Pipe,
+    Shape,
+    cut_wave,
+    cut_waves,
+    pipe,
+    rare_delays,
+    run_all,
+)
 from tests.helpers.reference import Reference, reference_logits
 from tests.helpers.tiny_moe import N_VOCAB, tiny_model, tiny_source
 
@@ -152,7 +162,7 @@ def steps(first: torch.Tensor) -> Iterator[tuple[Wave, list[int]]]:
 
 def greedy(p: Pipe, first: torch.Tensor, order: Order) -> list[int]:
     tokens: list[int] = []
-    for (wave, tokens), policy in zip(steps(first), cycle(Policy), strict=False):
+    for (wave, tokens), policy in zip(steps(first), cycle(EXACT_POLICIES), strict=False):
         tokens.append(int(p.runner.run(wave, p.schedule(order, policy))[0].argmax()))
     return tokens
 

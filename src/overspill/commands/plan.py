@@ -42,7 +42,7 @@ def make_plan(source: ModelSource, machine: Path | None, options: Mapping[str, A
     else:
         target = Machine.from_json(machine).select(chosen.devices).capped(chosen.device_memory)
     shape = shape_for(target, chosen, source, hparams, specs)
-    plan = choose(shape, target, chosen, needs_on(target, hparams))
+    plan = choose(shape, target, chosen, needs_on(target, hparams, specs))
     decode = plan.predict(WaveShape((1,), sum(plan.reference.n_tokens)))
     return MadePlan(plan, decode.wave_us)
 

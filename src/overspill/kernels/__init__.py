@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from overspill.quant.experts import Activation, ExpertWeights
+from overspill.quant.experts import Activation, ExpertVectors, ExpertWeights
 from overspill.quant.qtensor import QTensor
 
 
@@ -154,6 +154,36 @@ class Mail(NamedTuple):
     copy: Callable[[torch.Tensor, torch.Tensor], None]
 
 
+Shares = Sequence[tuple[int, int]]
+"""Parties that share out experts, in order: number of the party, and its weight."""
+
+
+class Divide(Protocol):
+    """Share out the experts that ids name: of those, in ascending order, the first are the first party's, and so on.
+
+    ids: int32 `[T, K]`. who: int32 `[E]`, written: the party of each expert, -1 where no id names it.
+    """
+
+    def __call__(self, ids: torch.Tensor, shares: Shares, who: torch.Tensor) -> None: ...
+
+
+class Fetch(Protocol):
+    """Read a party's experts from host memory into its own.
+
+    source: all experts of the layer, in host memory that the device can read. room: uint8, where they go. vectors:
+    biases and scales for the result. Returns the experts that who gives to the party.
+    """
+
+    def __call__(
+        self,
+        source: ExpertWeights,
+        who: torch.Tensor,
+        party: int,
+        room: torch.Tensor,
+        vectors: ExpertVectors,
+    ) -> ExpertWeights: ...
+
+
 class Route(Protocol):
     """Norm, router product and choice of experts in one go; rules without groups only.
 
@@ -263,6 +293,7 @@ class Ops:
     """One function per field.
 
     embed: rows of a `[V, D]` weight for ids `[T]` -> float32 `[T, D]`.
+    divide, fetch: experts of few tokens that several devices compute.
     linear: `x [T, K]`, weight `[N, K]` -> `[T, N]`.
     linear_heads: a matrix for each head: `x [T, H, K]`, weight `[H, N, K]` -> `[T, H, N]`.
     rms_norm: `x [..., D]`, weight `[D]`, eps -> x / sqrt(mean(x^2) + eps) * weight.
@@ -290,6 +321,8 @@ class Ops:
     attention: Attention
     swiglu: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     experts: Experts
+    divide: Divide
+    fetch: Fetch
     widen: Callable[[ExpertWeights, ExpertWeights], None] | None = None
     plain: Callable[[QTensor, QTensor], None] | None = None
     prepare_heads: PrepareHeads | None = None

@@ -9,21 +9,32 @@ import logging
 from collections.abc import Sequence
 from functools import cache
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from overspill.gguf.types import TensorType
 from overspill.kernels import AttentionWeights, Ops, RouterWeights, TokenAttention, TokenExperts, TokenRouter, ref
 from overspill.kernels import numba as fast
+from overspill.kernels.spread import divide, fetch
 from overspill.quant.experts import Activation, ExpertWeights
 from overspill.quant.qtensor import QTensor
 
 _log = logging.getLogger(__name__)
 
+_FEW_THREADS = 4
 _SCORE_BYTES = 64 << 20
 # Up to so many numbers, and products of queries and keys, torch's way of finding its kernels costs more than a thread.
 _FEW_NUMBERS = 1 << 15
 _FEW_PRODUCTS = 1 << 20
+
+
+def spinning_threads(n_threads: int) -> fast.SpinningThreads:
+    """Threads for work that comes every few hundred microseconds, see `kernels.numba.pool`.
+
+    One CPU is left to others, such as drivers of devices, where there are several.
+    """
+    return fast.SpinningThreads(n_threads - 1 if n_threads > _FEW_THREADS else n_threads)
 
 
 def use_threads(n_threads: int) -> None:
@@ -178,9 +189,25 @@ def experts(
     """`kernels.Experts`."""
     if all(_has_kernel(part.type) for part in weights.parts):
         stacks = weights.gate, weights.up, weights.down
+        assert not isinstance(weights.slot_of, torch.Tensor)
         fast.experts(x.float(), *stacks, ids, mix, weights.slot_of, out, activation, vectors=weights.vectors)
     else:
         ref.experts(x.float(), ids, mix, weights, activation, out)
+
+
+def prepare_experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    mix: torch.Tensor,
+    weights: ExpertWeights,
+    activation: Activation,
+    out: torch.Tensor,
+) -> fast.PreparedExperts | None:
+    """`Ops.experts` to be run again and again on the same memory; None for types or widths that need more than that."""
+    if not all(_has_kernel(part.type) for part in weights.parts) or x.shape[1] % fast.UNIT_ELEMENTS:
+        return None
+    assert isinstance(weights.slot_of, np.ndarray)
+    return fast.PreparedExperts(x, ids, mix, weights, weights.slot_of, out, activation)
 
 
 OPS = Ops(
@@ -192,6 +219,8 @@ OPS = Ops(
     rope_pairs=ref.rope_pairs,
     attention=attention,
     swiglu=ref.swiglu,
+    divide=divide,
+    fetch=fetch,
     experts=experts,
     prepare_heads=prepare_heads,
     route=route,

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from overspill.kernels import Ops
+from overspill.kernels.spread import divide, fetch
 from overspill.quant.dequant import dequantize
 from overspill.quant.experts import DOWN, GATE, UP, Activation, ExpertWeights
 from overspill.quant.qtensor import QTensor
@@ -157,5 +158,7 @@ OPS = Ops(
     rope_pairs=rope_pairs,
     attention=attention,
     swiglu=swiglu,
+    divide=divide,
+    fetch=fetch,
     experts=experts,
 )

@@ -21,6 +21,7 @@ from overspill.pipeline.schedule import Order, Policy, WaveSchedule
 from overspill.pipeline.simulate import Prediction, WaveShape, predict
 from overspill.pipeline.slabs import cut_slabs
 from overspill.pipeline.split import Detour, Layout, Slab, detours
+from overspill.pipeline.spread import n_spread_tokens, spread
 from overspill.placement.budget import NO_NEEDS, KernelNeeds
 from overspill.placement.machine import Machine
 from overspill.placement.plan import GIB, Placement, place
@@ -41,7 +42,8 @@ class Plan:
     """Everything decided before loading.
 
     schedule: of prompts whose experts all go up. policy: what the user chose, None where the plan chooses per wave.
-    min_upload_tokens: waves of at least so many tokens send all experts up, smaller ones do what costs least.
+    min_upload_tokens: waves of at least so many tokens send all experts up, smaller ones do what costs least. spread:
+    of waves of at most `n_spread_tokens`, whose experts are shared out; None where they cannot be.
     """
 
     shape: ModelShape
@@ -54,6 +56,12 @@ class Plan:
     max_in_flight: int
     reference: WaveShape
     predicted: Prediction
+    spread: WaveSchedule | None = None
+    n_spread_tokens: int = 0
+
+    def without_spread(self) -> Plan:
+        """For experts that accelerators cannot read themselves, because not all of them could be pinned."""
+        return replace(self, spread=None, n_spread_tokens=0)
 
     @property
     def predicted_tokens_per_second(self) -> float:
@@ -66,7 +74,9 @@ class Plan:
 
     def schedule_for(self, n_tokens: int) -> WaveSchedule:
         """How a wave of so many tokens runs."""
-        if self.policy is not None:
+        if self.spread is not None and n_tokens <= self.n_spread_tokens and self.policy in (None, Policy.SPREAD):
+            return self.spread
+        if self.policy is not None and self.policy is not Policy.SPREAD:
             return replace(self.schedule, policy=self.policy)
         if not self.has_host_experts or n_tokens >= self.min_upload_tokens:
             return self.schedule
@@ -147,12 +157,21 @@ def _plan(
 ) -> Plan:
     placement, layout = _place(shape, machine, options, grain=grain, n_ubatch=n_ubatch, needs=needs)
     policy = None if options.policy == "auto" else Policy(options.policy)
-    schedule = WaveSchedule(order, policy or Policy.ALL, options.n_staging_slots, needs.wide_value_bytes > 0)
+    usual = Policy.ALL if policy in (None, Policy.SPREAD) else policy
+    schedule = WaveSchedule(order, usual, options.n_staging_slots, needs.wide_value_bytes > 0)
     reference = WaveShape.of_prompt(min(REFERENCE_PROMPT, placement.n_ctx, placement.n_wave), n_ubatch)
     predicted = predict(shape, machine, layout, reference, schedule)
     in_flight = options.max_in_flight or DEFAULT_IN_FLIGHT
     min_upload = _min_upload_tokens(shape, options)
-    return Plan(shape, machine, placement, layout, schedule, policy, min_upload, in_flight, reference, predicted)
+    plan = Plan(shape, machine, placement, layout, schedule, policy, min_upload, in_flight, reference, predicted)
+    n_tokens = n_spread_tokens(shape, layout, placement, needs)
+    if n_tokens:
+        return replace(plan, spread=spread(machine, layout, schedule, needs), n_spread_tokens=n_tokens)
+    if policy is Policy.SPREAD and any(layout.slabs):
+        raise UserError(
+            "--policy spread: needs GPUs, experts of whole layers in host RAM, and slots that hold those of a token"
+        )
+    return plan
 
 
 def _place(

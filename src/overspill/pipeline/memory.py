@@ -65,6 +65,8 @@ class Memory:
         sizes: Sizes,
         staging: Sequence[StagingPlan | None],
         precision: Precision = Precision(),
+        *,
+        n_spread_tokens: int = 0,
     ) -> None:
         self.sizes = sizes
         self._precision = precision
@@ -80,6 +82,8 @@ class Memory:
             self._add_inputs(i_device)
         for i_layer, i_device in enumerate(layout.layer_device):
             self._add_kv(i_layer, i_device)
+        if n_spread_tokens:
+            self._add_spread(layout, n_spread_tokens)
         for i_device, plan in enumerate(staging):
             if plan is not None:
                 self._add_staging(i_device, plan)
@@ -136,6 +140,20 @@ class Memory:
             for i, shape in enumerate(kept.state_shapes(sizes.n_slots * sizes.n_states + sizes.n_trials))
         ]
         self._buffers["kv", i_layer] = (*cells, *states)
+
+    def _add_spread(self, layout: Layout, n_tokens: int) -> None:
+        """For experts of few tokens that several parties compute: who does what, and what each says."""
+        rows, compute = (n_tokens, self._hp.n_embd), MemoryKind.COMPUTE
+        used = self._in_use(layout)
+        for i in used:
+            for m in range(self.sizes.n_ubatches):
+                who = self._new(i, (1, self._hp.n_expert), torch.int32, compute, f"who{m}")
+                self._buffers["who", i, m] = (who,)
+            self._buffers["y", i] = (self._new(i, rows, torch.float32, compute, "y"),)
+            for party in used:
+                if party != i and i != layout.host:
+                    heard = self._new(i, rows, torch.float32, compute, f"heard{party}")
+                    self._buffers["heard", i, party] = (heard,)
 
     def _add_staging(self, i_device: int, plan: StagingPlan) -> None:
         for i in range(plan.n_slots):

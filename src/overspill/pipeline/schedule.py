@@ -8,9 +8,11 @@ them: the next device can start on the first ubatch while this one computes the 
 values, knows no device.
 
 A resource is a tuple that starts with its name: ("x", device, ubatch) hidden states, ("route", device, ubatch)
-normed input, ids and weights of routing, ("pos", device) positions and token ids, ("slot", device, i) a staging slot,
-("wide", device) a dequantised slab, ("kv", layer), ("ids", ubatch) expert ids on the host, ("logits", device, i),
-("host_logits", i), ("tile", source, target, i) pinned memory between two accelerators that no direct copy connects.
+normed input, ids and weights of routing, ("who", device, ubatch) which party computes which expert, ("y", device) and
+("heard", device, party) what a party computed of the experts, where it did so and where it is wanted, ("pos", device)
+positions and token ids, ("slot", device, i) a staging slot, ("wide", device) a dequantised slab, ("kv", layer),
+("ids", ubatch) expert ids on the host, ("logits", device, i), ("host_logits", i), ("tile", source, target, i) pinned
+memory between two accelerators that no direct copy connects.
 """
 
 from __future__ import annotations
@@ -37,11 +39,16 @@ class Order(StrEnum):
 
 
 class Policy(StrEnum):
-    """What happens to a layer's host experts: all go up, those that the ids name go up, or the CPU computes them."""
+    """What happens to a layer's host experts: all go up, those that the ids name go up, or the CPU computes them.
+
+    SPREAD: those that the ids name are shared out among the CPU and all accelerators, each of which reads its own from
+    host memory over its own link (few tokens: every link works on every token).
+    """
 
     ALL = "all"
     SELECTED = "selected"
     CPU = "cpu"
+    SPREAD = "spread"
 
 
 class Verb(StrEnum):
@@ -55,6 +62,9 @@ class Verb(StrEnum):
     UPLOAD = "upload"
     WIDEN = "widen"
     EXPERTS = "experts"
+    DIVIDE = "divide"
+    SHARE = "share"
+    ADD = "add"
     HAND_OFF = "hand_off"
     HAND_DOWN = "hand_down"
     HAND_UP = "hand_up"
@@ -106,12 +116,15 @@ class WaveSchedule:
     """How waves are run.
 
     widen: dequantise each staged slab once, before the ubatches use it (devices whose kernels want that).
+    shares: for SPREAD, by the number of the device that owns a layer: who computes its experts, the owner first, and
+    the weight of each.
     """
 
     order: Order
     policy: Policy = Policy.ALL
     n_staging_slots: int = 2
     widen: bool = False
+    shares: tuple[tuple[tuple[int, int], ...], ...] = ()
 
 
 def actions(
@@ -190,6 +203,9 @@ class _Emitter:
                 pass  # goes with the experts, ubatch by ubatch
             case SplitKind.EXPERTS if self._policy(split.first) is Policy.CPU:
                 yield from self._experts_on_host(split, group)
+            case SplitKind.EXPERTS if self._policy(split.first) is Policy.SPREAD:
+                for m in group:
+                    yield from self._spread(split, m)
             case SplitKind.EXPERTS:
                 yield from self._experts(split, group)
             case SplitKind.OUTPUT:
@@ -207,16 +223,9 @@ class _Emitter:
         if (source, device) in self._layout.detour.pairs:
             yield from self._move_by_host(source, device, m)
             return
-        lane_of = device if device != self._layout.host else source
         names = ("x", "route") if with_route else ("x",)
-        yield Action(
-            Verb.HAND_OFF,
-            StreamId(lane_of, Lane.HAND_OFF),
-            tuple((name, source, m) for name in names),
-            tuple((name, device, m) for name in names),
-            ubatch=m,
-            source=source,
-        )
+        reads, writes = (tuple((name, end, m) for name in names) for end in (source, device))
+        yield self._pass(source, device, m, reads, writes)
 
     def _move_by_host(self, source: int, device: int, m: int) -> Iterator[Action]:
         """Down from one accelerator and up to the other, a tile at a time, each on its own stream."""
@@ -259,6 +268,37 @@ class _Emitter:
         x = ("x", host, m)
         reads, stream = (x, ("route", host, m)), StreamId(host, Lane.COMPUTE)
         yield Action(Verb.EXPERTS, stream, reads, (x,), layer=split.first, last_layer=split.last, ubatch=m)
+
+    def _spread(self, split: Split, m: int) -> Iterator[Action]:
+        """The owner tells the others what to compute, does its own part meanwhile, and adds what they say."""
+        yield from self._attend(split, m)
+        owner, layer = split.device, split.first
+        helpers = [party for party, _ in self._schedule.shares[owner][1:]]
+        routed = tuple((name, owner, m) for name in ("route", "who"))
+        yield Action(Verb.DIVIDE, StreamId(owner, Lane.COMPUTE), routed[:1], routed[1:], layer=layer, ubatch=m)
+        for p in helpers:
+            told = tuple((name, p, m) for name in ("route", "who"))
+            yield self._pass(owner, p, m, routed, told)
+            yield self._share(p, layer, m, (), ("y", p))
+        x = ("x", owner, m)
+        yield self._share(owner, layer, m, (x,), x)
+        heard = tuple(("heard", owner, p) for p in helpers)
+        for p, there in zip(helpers, heard, strict=True):
+            yield self._pass(p, owner, m, (("y", p),), (there,))
+        if helpers:
+            yield Action(Verb.ADD, StreamId(owner, Lane.COMPUTE), (x, *heard), (x,), layer=layer, ubatch=m)
+
+    def _share(self, party: int, layer: int, m: int, added_to: tuple[Resource, ...], out: Resource) -> Action:
+        room: tuple[Resource, ...] = () if party == self._layout.host else (("slot", party, 0),)
+        reads = (("route", party, m), ("who", party, m), *added_to)
+        stream = StreamId(party, Lane.COMPUTE)
+        return Action(Verb.SHARE, stream, reads, (out, *room), layer=layer, ubatch=m, slot=0)
+
+    def _pass(
+        self, source: int, target: int, m: int, reads: tuple[Resource, ...], writes: tuple[Resource, ...]
+    ) -> Action:
+        lane_of = target if target != self._layout.host else source
+        return Action(Verb.HAND_OFF, StreamId(lane_of, Lane.HAND_OFF), reads, writes, ubatch=m, source=source)
 
     def _experts(self, split: Split, group: tuple[int, ...]) -> Iterator[Action]:
         if self._schedule.policy is not Policy.ALL:

@@ -21,8 +21,11 @@ _LAUNCH_US = 20.0
 _HAND_OFF_LATENCY_US = 20.0
 _CPU_EMBED_US = 0.1
 
+CPU_BESIDE_LINKS = 0.5
+"""What is left of the CPU's rate of reading while accelerators read host memory too (measured: 50 of 98 GB/s)."""
 
-_LAUNCHED = frozenset({Verb.LAYERS, Verb.ATTEND, Verb.EXPERTS, Verb.WIDEN})
+
+_LAUNCHED = frozenset({Verb.LAYERS, Verb.ATTEND, Verb.EXPERTS, Verb.WIDEN, Verb.SHARE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,10 @@ class _Costs:
                 return _LAUNCH_US + sum(self._layer_us(action, i) for i in layers)
             case Verb.EXPERTS:
                 return _LAUNCH_US + self._experts_us(action)
+            case Verb.SHARE:
+                return _LAUNCH_US + self._share_us(action)
+            case Verb.DIVIDE | Verb.ADD:
+                return 0.0
             case Verb.WIDEN:
                 return _LAUNCH_US + self._slab_bytes(action) * 3 / self._rate_gbps(action.device) / 1e3
             case Verb.OUTPUT:
@@ -168,6 +175,16 @@ class _Costs:
         )
         flops = n * self._expert_flops(action.layer) * share
         return self._compute_us(action.device, flops, self._shape.expert_bytes(action.layer) * met * share)
+
+    def _share_us(self, action: Action) -> float:
+        """A party's part of the experts met, read from host memory."""
+        met = _share_met(self._shape, self._wave.n_tokens[action.ubatch])
+        party = action.device
+        shares = dict(self._schedule.shares[self._layout.layer_device[action.layer]])
+        part = shares[party] / sum(shares.values())
+        is_host = party == self._layout.host
+        gbps = self._machine.cpu_gbps * CPU_BESIDE_LINKS if is_host else self._link_gbps[party]
+        return self._shape.expert_bytes(action.layer) * met * part / gbps / 1e3
 
     def _rate_gbps(self, device: int) -> float:
         """Bandwidth at which a device reads its own weights; if not measured, 1 byte per 160 FLOP of its products."""
@@ -249,6 +266,9 @@ _LETTERS = {
     Verb.UPLOAD: "U",
     Verb.WIDEN: "W",
     Verb.EXPERTS: "X",
+    Verb.DIVIDE: "d",
+    Verb.SHARE: "S",
+    Verb.ADD: "+",
     Verb.HAND_OFF: "h",
     Verb.HAND_DOWN: "hd",
     Verb.HAND_UP: "hu",

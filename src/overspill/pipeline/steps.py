@@ -16,21 +16,23 @@ import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 from typing import NamedTuple
 
 import torch
 
 from overspill.cache.cells import StateRows
-from overspill.device.base import Buffer, Device, Devices, MemoryKind, Recording, running_on
+from overspill.device.base import Buffer, Devices, MemoryKind, Recording, running_on
 from overspill.device.lane import Lane
-from overspill.kernels import Mail, Ops, StateSteps, Steps
+from overspill.kernels import Mail, Ops, StateSteps, Steps, cpu
+from overspill.kernels.numba import SpinningThreads, run_by
 from overspill.kernels.numba.mail import look_for_flags, raise_flags
 from overspill.models.base import HParams, UbatchView
+from overspill.pipeline.host_share import HostShare
 from overspill.pipeline.memory import Memory
 from overspill.pipeline.schedule import Action, Policy, Verb, WaveSchedule, actions
-from overspill.pipeline.split import Layout
+from overspill.pipeline.split import Detour, Layout
 from overspill.pipeline.wave import Ubatch, Wave
 from overspill.pipeline.work import Angles, Work
 
@@ -69,6 +71,10 @@ class StepWork(Work):
         """Do what an action that computes does, on its device."""
         self._compute[action.verb](action, ubatch)()
 
+    def prepare(self, share: HostShare, i_layer: int) -> bool:
+        """Prepare the CPU's share of a layer; False where that cannot be."""
+        return share.prepare(self._model, i_layer, self._host_experts[i_layer], self._host_ops)
+
     def _view(self, ubatch: Ubatch, device: int, m: int, turned: Angles) -> UbatchView:
         if device == self._layout.host:
             raise AssertionError("layers of the CPU are not recorded")
@@ -88,13 +94,18 @@ class StepWork(Work):
         return inputs_in(self.inputs[action.device].tensor, ubatch.n_tokens).ids
 
 
-class _Letter(NamedTuple):
-    """A hand-off: its box in pinned memory, with all parts one behind the other, and a flag for each."""
+@dataclass(frozen=True, eq=False)
+class _Letter:
+    """A hand-off: its box in pinned memory, with all parts one behind the other, and a flag for each.
+
+    is_written: whoever computes what is sent writes it into the box itself.
+    """
 
     action: Action
     box: torch.Tensor
     flags: torch.Tensor
     part_words: list[int]
+    is_written: bool = False
 
     @property
     def boxes(self) -> Sequence[torch.Tensor]:
@@ -104,10 +115,14 @@ class _Letter(NamedTuple):
 
 
 class _HostWork(NamedTuple):
-    """Something the issuing thread does in a step: a letter to take or to send, or an action to compute."""
+    """Something the issuing thread does in a step: a letter to take or to send, or an action to compute.
+
+    share: of an action that was prepared, which works in the boxes of the letters before and after it.
+    """
 
     action: Action
     letter: _Letter | None = None
+    share: HostShare | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,20 +143,22 @@ def _row_words(buffer: Buffer) -> int:
 class StepRunner:
     """Runs steps of one model. Not for several threads.
 
-    ops_of: the kernels of a device.
+    tables: the kernels of the devices, by number. n_threads: of the CPU's part.
     """
 
     def __init__(
-        self, devices: Devices, layout: Layout, memory: Memory, work: StepWork, ops_of: Callable[[Device], Ops]
+        self, devices: Devices, layout: Layout, memory: Memory, work: StepWork, tables: Sequence[Ops], n_threads: int
     ) -> None:
         self._devices = devices
-        self._layout = layout
         self._memory = memory
         self._work = work
-        self._ops_of = ops_of
+        self._tables = tables
+        self._n_threads = n_threads
         self._programs: OrderedDict[tuple[object, ...], _Program] = OrderedDict()
         self._n_steps = 0
         used = sorted({*layout.layer_device, layout.output_device, *layout.input_devices} - {layout.host})
+        # What goes by mail passes through host memory anyhow.
+        self._layout = replace(layout, detour=Detour())
         work.inputs = {i: self._new_input(i) for i in used}
         self._host_inputs = devices.host.allocate_pinned(4 * _INPUT_WORDS, name="host_step").host_tensor
         self._late = devices.host.allocate_pinned(8, name="late").host_tensor.view(torch.int64)
@@ -187,9 +204,7 @@ class StepRunner:
         self._write_inputs(ubatch)
         for i_device, recording in program.recordings.items():
             self._devices.all[i_device].stream(Lane.COMPUTE).replay(recording, label="step")
-        with running_on(self._devices.host):
-            for work in program.host:
-                self._run_on_host(work, ubatch)
+        self._run_all_on_host(program.host, ubatch)
         self._devices.all[self._layout.output_device].stream(Lane.COMPUTE).record().wait_host()
         if int(self._late) == self._n_steps:
             raise RuntimeError("a device waited in vain for another in a decoding step")
@@ -210,12 +225,32 @@ class StepRunner:
         segments = (replace(s, rows=StateRows(s.states.before, trial)) for s in ubatch.segments)
         return replace(ubatch, segments=tuple(segments))
 
+    def _run_all_on_host(self, works: Sequence[_HostWork], ubatch: Ubatch) -> None:
+        if works:
+            with running_on(self._devices.host), run_by(self._threads):
+                for work in works:
+                    self._run_on_host(work, ubatch)
+
+    @cached_property
+    def _threads(self) -> SpinningThreads:
+        """Started for the first step in which the CPU has a part."""
+        return cpu.spinning_threads(self._n_threads)
+
+    def close(self) -> None:
+        """End the threads; idempotent."""
+        if "_threads" in vars(self):
+            self._threads.close()
+
     def _run_on_host(self, work: _HostWork, ubatch: Ubatch) -> None:
         letter = work.letter
         if letter is None:
             self._work.compute(work.action, ubatch)
+        elif work.share is not None:
+            self._wait_for(letter)
+            work.share.run()
         elif letter.action.source == self._layout.host:
-            for part, box in zip(self._parts(letter.action.reads, ubatch), letter.boxes, strict=True):
+            parts = [] if letter.is_written else self._parts(letter.action.reads, ubatch)
+            for part, box in zip(parts, letter.boxes, strict=not letter.is_written):
                 box.copy_(part.view(-1).view(torch.int32))
             raise_flags(letter.flags.data_ptr(), len(letter.flags), self._n_steps)
         else:
@@ -227,8 +262,7 @@ class StepRunner:
         address, n, wanted = letter.flags.data_ptr(), len(letter.flags), self._n_steps
         patience = time.monotonic() + _PATIENCE_S
         while True:
-            look_for_flags(address, n, wanted)
-            if int(letter.flags.min()) >= wanted:
+            if look_for_flags(address, n, wanted):
                 return
             if time.monotonic() > patience:
                 raise RuntimeError(f"the CPU waited in vain for {letter.action.label} in a decoding step")
@@ -256,7 +290,8 @@ class StepRunner:
             self._list(number, action, letters, works, host, ubatch)
         self._flags.fill_(self._n_steps)
         recordings = {i: self._recording(i, works[i]) for i in sorted(works)}
-        self._warm_up_host(host, ubatch)
+        host = self._prepared(host, ubatch)
+        self._run_all_on_host(host, ubatch)
         self._flags.zero_()
         return _Program(recordings, host, [a for a in listed if a.verb is Verb.DOWNLOAD])
 
@@ -301,7 +336,8 @@ class StepRunner:
         found, at = {}, 0
         for i, (action, words) in enumerate(zip(hand_offs, row_words, strict=True)):
             flags = self._flags[i * _FLAGS_A_LETTER :][: len(words)]
-            part_words = [n * ubatch.n_tokens for n in words]
+            n_rows = [min(ubatch.n_tokens, len(b.raw())) for b in self._memory.all_of(action.reads)]
+            part_words = [n * rows for n, rows in zip(words, n_rows, strict=True)]
             found[id(action)] = _Letter(action, self._mail[at : at + sum(part_words)], flags, part_words)
             at += sum(words) * most
         return found
@@ -310,7 +346,7 @@ class StepRunner:
         return [buffer.tensor[: ubatch.n_tokens] for buffer in self._memory.all_of(tuple(resources))]
 
     def _mail_of(self, i_device: int) -> Mail:
-        mail = self._ops_of(self._devices.all[i_device]).mail
+        mail = self._tables[i_device].mail
         assert mail is not None
         return mail
 
@@ -319,7 +355,7 @@ class StepRunner:
         return lambda: copy(self._work.inputs[i_device].tensor, source)
 
     def _mailing(self, end: int, letter: _Letter, ubatch: Ubatch) -> Callable[[], None]:
-        mail, (action, box, flags, _) = self._mail_of(end), letter
+        mail, action, box, flags = self._mail_of(end), letter.action, letter.box, letter.flags
 
         def body() -> None:
             number = inputs_in(self._work.inputs[end].tensor, ubatch.n_tokens).number
@@ -347,9 +383,26 @@ class StepRunner:
             stream.launch(work, label="first step")
         device.synchronize_host()
         self._work.begin_wave()
-        return device.record_host(works, kept=self._ops_of(device).scratch())
+        return device.record_host(works, kept=self._tables[i_device].scratch())
 
-    def _warm_up_host(self, host: Sequence[_HostWork], ubatch: Ubatch) -> None:
-        with running_on(self._devices.host):
-            for work in host:
-                self._run_on_host(work, ubatch)
+    def _prepared(self, host: Sequence[_HostWork], ubatch: Ubatch) -> list[_HostWork]:
+        """The same, with each share of the CPU prepared where that can be."""
+        found: list[_HostWork] = []
+        for work in host:
+            if work.letter and len(found) > 1 and found[-1].action.verb is Verb.SHARE and found[-2].letter:
+                share = self._share(found[-2].letter, found[-1].action, work.letter, ubatch)
+                if share is not None:
+                    found[-2:] = [_HostWork(found[-1].action, found[-2].letter, share)]
+                    found.append(_HostWork(work.action, replace(work.letter, is_written=True)))
+                    continue
+            found.append(work)
+        return found
+
+    def _share(self, told: _Letter, action: Action, answer: _Letter, ubatch: Ubatch) -> HostShare | None:
+        normed = self._memory[told.action.reads[0]][0].raw()
+        if normed.dtype != torch.bfloat16:
+            return None
+        share = HostShare(list(told.boxes), answer.box, ubatch.n_tokens, self._layout.host)
+        with run_by(self._threads):
+            is_prepared = self._work.prepare(share, action.layer)
+        return share if is_prepared else None

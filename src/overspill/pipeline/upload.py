@@ -8,7 +8,7 @@ copies, and a slab of selected experts three per run of neighbours.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -58,6 +58,12 @@ class HostExperts:
     @property
     def n_bytes(self) -> int:
         return self.n_experts * sum(part.expert_bytes for part in self.host_parts)
+
+    def of_party(self, who: torch.Tensor, party: int) -> ExpertWeights:
+        """Those that a party computes, where they are, for the CPU. who: int32 `[E]` on the host, party of each."""
+        mine = who.numpy() == party
+        slot_of = np.where(mine, np.arange(self.n_experts, dtype=np.int32), np.int32(-1))
+        return replace(self.in_place(), slot_of=slot_of)
 
     def in_place(self) -> ExpertWeights:
         """All experts where they are, for the CPU; every part must be on the host."""

@@ -14,7 +14,7 @@ import torch
 
 from overspill.cache.kv import KvCache
 from overspill.device.base import Buffer, Stream
-from overspill.kernels import Ops
+from overspill.kernels import Ops, Shares
 from overspill.models.base import Model, Routing, UbatchView, forward_layer
 from overspill.pipeline.history import TokenHistory
 from overspill.pipeline.ledger import Resource
@@ -30,7 +30,10 @@ Angles = dict[Hashable, tuple[torch.Tensor, torch.Tensor]]
 
 
 class Work:
-    """The verbs over one model's memory."""
+    """The verbs over one model's memory.
+
+    host_ops: kernels of the CPU; tables: of the devices, by number. shares: see `WaveSchedule`.
+    """
 
     def __init__(
         self,
@@ -40,6 +43,9 @@ class Work:
         host_experts: Mapping[int, HostExperts],
         host_ops: Ops,
         rings: Mapping[int, PinnedRing],
+        *,
+        tables: Sequence[Ops] = (),
+        shares: Sequence[Shares] = (),
     ) -> None:
         self._model = model
         self._layout = layout
@@ -47,6 +53,8 @@ class Work:
         self._host_experts = host_experts
         self._host_ops = host_ops
         self._rings = rings
+        self._tables = tables
+        self._shares = shares
         sizes = memory.sizes
         self._history = TokenHistory(model.hparams.n_before, n_slots=sizes.n_slots, n_cells=sizes.n_cells)
         self._slab_ids: dict[tuple[int, int], Sequence[int]] = {}
@@ -56,6 +64,9 @@ class Work:
             Verb.LAYERS: self._layers,
             Verb.ATTEND: self._attend,
             Verb.EXPERTS: self._experts,
+            Verb.DIVIDE: self._divide,
+            Verb.SHARE: self._share,
+            Verb.ADD: self._add,
             Verb.OUTPUT: self._output,
         }
 
@@ -188,6 +199,46 @@ class Work:
 
         return body
 
+    def _divide(self, action: Action, ubatch: Ubatch) -> Callable[[], None]:
+        """Which party computes which of the experts that the ids name."""
+        divide = self._model.ops(action.layer).divide
+
+        def body() -> None:
+            who = self._one(("who", action.device, action.ubatch)).tensor[0]
+            divide(self._routing(action, ubatch).ids, self._shares[action.device], who)
+
+        return body
+
+    def _share(self, action: Action, ubatch: Ubatch) -> Callable[[], None]:
+        """A party's experts: the owner adds them to the hidden states, the others to what they send back."""
+        experts, party = self._host_experts[action.layer], action.device
+        ops = self._host_ops if party == self._layout.host else self._tables[party]
+
+        def body() -> None:
+            who = self._one(("who", party, action.ubatch)).tensor[0]
+            out = self._memory[action.writes[0]][0].tensor[: ubatch.n_tokens]
+            if action.writes[0][0] == "y":
+                out.zero_()
+            if party == self._layout.host:
+                weights = experts.of_party(who, party)
+            else:
+                room = self._one(("slot", party, action.slot)).tensor
+                vectors = self._model.expert_vectors(action.layer)
+                weights = ops.fetch(experts.in_place(), who, party, room, vectors)
+            self._model.experts(action.layer, out, self._routing(action, ubatch), weights, ops)
+
+        return body
+
+    def _add(self, action: Action, ubatch: Ubatch) -> Callable[[], None]:
+        """What the other parties say, one after the other."""
+
+        def body() -> None:
+            x = self._x(action, ubatch)
+            for resource in action.reads[1:]:
+                x += self._one(resource).tensor[: ubatch.n_tokens]
+
+        return body
+
     def _staged(self, action: Action, ids: Sequence[int]) -> ExpertWeights:
         layer, slot = action.layer, self._one(("slot", action.device, action.slot))
         resident = partial(self._model.resident_part, layer)
@@ -243,8 +294,9 @@ class Work:
     def _hand_off(self, action: Action, stream: Stream, ubatch: Ubatch) -> None:
         sources, targets = self._memory.all_of(action.reads), self._memory.all_of(action.writes)
         for source, target in zip(sources, targets, strict=True):
-            row_bytes = source.n_bytes // self._memory.sizes.n_ubatch
-            stream.copy(target, source, n_bytes=ubatch.n_tokens * row_bytes, label=action.label)
+            n_rows = len(source.raw())
+            n_bytes = source.n_bytes // n_rows * min(n_rows, ubatch.n_tokens)
+            stream.copy(target, source, n_bytes=n_bytes, label=action.label)
 
     def _x_bytes(self, ubatch: Ubatch) -> int:
         return ubatch.n_tokens * self._memory.x_row_bytes

@@ -26,6 +26,8 @@ class KernelNeeds:
     normed_value_bytes: per value of the experts' input. scratch_bytes: temporaries of one ubatch. head_bytes: and of
     the logits, on the device that computes them. resident_bytes: and of experts that may be resident. n_trials: rows of
     recurrent states beside those of sequences.
+    n_spread_tokens: most tokens whose host experts several parties can compute; 0: none. spreads_alone: other
+    accelerators cannot take part, because they lack the experts' biases.
     """
 
     wide_value_bytes: int = 0
@@ -34,6 +36,8 @@ class KernelNeeds:
     head_bytes: int = 0
     resident_bytes: int = 0
     n_trials: int = 0
+    n_spread_tokens: int = 0
+    spreads_alone: bool = False
 
 
 NO_NEEDS: Final = KernelNeeds()
@@ -89,6 +93,11 @@ def activation_bytes(
 def pinned_end_bytes(shape: ModelShape, sizes: ActivationBytes, n_ubatch: int) -> int:
     """Host RAM that copies from and to devices start and end in: ids and positions, chosen experts, logits."""
     return sizes.n_slots * (sizes.positions + max(1, sizes.expert_ids)) + logits_bytes(shape, n_ubatch)
+
+
+def spread_bytes(shape: ModelShape, n_tokens: int, n_ubatches: int, n_parties: int) -> int:
+    """Of one party: who computes which expert, for each ubatch of a wave, and what it says and hears of them."""
+    return n_ubatches * 4 * shape.n_expert + n_parties * 4 * shape.n_embd * n_tokens
 
 
 SLOT_PADDING: Final = 192

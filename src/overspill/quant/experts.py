@@ -59,13 +59,14 @@ class ExpertWeights:
     """Stacked expert matrices of one layer, or of a part of its experts.
 
     gate, up: `[E', F, D]`. down: `[E', D, F]`. slot_of: int32 `[E]`, the row of each expert of the layer in the
-    stack or -1 when it is not here; None when the stack holds all experts in order.
+    stack or -1 when it is not here; None when the stack holds all experts in order. A tensor on the device where the
+    host does not know it.
     """
 
     gate: QTensor
     up: QTensor
     down: QTensor
-    slot_of: npt.NDArray[np.int32] | None = None
+    slot_of: npt.NDArray[np.int32] | torch.Tensor | None = None
     vectors: ExpertVectors = NO_VECTORS
 
     @property

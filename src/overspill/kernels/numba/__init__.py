@@ -16,11 +16,13 @@ from numba import set_num_threads
 from overspill.gguf.types import TensorType
 from overspill.kernels.numba.attend import attend_few
 from overspill.kernels.numba.decode import DECODERS
-from overspill.kernels.numba.experts import TokenExperts, experts
+from overspill.kernels.numba.experts import PreparedExperts, TokenExperts, experts
 from overspill.kernels.numba.jit import config
 from overspill.kernels.numba.matmul import add_matmul, matmul, matmuls
+from overspill.kernels.numba.native import run_by
 from overspill.kernels.numba.one_token import TokenAttention, TokenRouter
 from overspill.kernels.numba.pick import pick_experts
+from overspill.kernels.numba.pool import SpinningThreads
 from overspill.kernels.numba.rows import norm_rows, prepare_heads
 from overspill.kernels.numba.target import UNIT_ELEMENTS
 
@@ -29,6 +31,8 @@ if config.THREADING_LAYER == "default":
 
 __all__ = [
     "UNIT_ELEMENTS",
+    "PreparedExperts",
+    "SpinningThreads",
     "TokenAttention",
     "TokenExperts",
     "TokenRouter",
@@ -41,6 +45,7 @@ __all__ = [
     "norm_rows",
     "pick_experts",
     "prepare_heads",
+    "run_by",
     "use_threads",
 ]
 

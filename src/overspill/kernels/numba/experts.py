@@ -218,7 +218,9 @@ class TokenExperts:
         self._call.write((ids.data_ptr(), mix.data_ptr()), _IDS)
         self._call.write((out.data_ptr(),), _OUT)
         self._program.run(0, self._n_steps)
-        _check_done(self._call, self._weights.gate.shape[0], self._weights.slot_of)
+        slot_of = self._weights.slot_of
+        assert not isinstance(slot_of, Tensor)
+        _check_done(self._call, self._weights.gate.shape[0], slot_of)
 
     def _write(self, x: Tensor, ids: Tensor, mix: Tensor, out: Tensor) -> None:
         w, pieces = self._weights, Pieces()
@@ -231,6 +233,40 @@ class TokenExperts:
         then, limit = _THEN[self._act], w.vectors.limit
         steps, self._call = _steps(x, w.parts, ids, mix, slots, out, then, adjustments, limit, pieces.memory)
         self._n_steps, self._program = len(steps), Program(steps, [*pieces.kept, slots])
+
+
+class PreparedExperts:
+    """`experts` to be run again and again on the same memory, with new numbers in it.
+
+    x float32 `[T, D]`, rows of whole units; ids int32, weights float32 `[T, K]`, contiguous; slot_of int32 `[E]`; out
+    float32 `[T, D]`. As many threads take part as there are now.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        mix: Tensor,
+        weights: ExpertWeights,
+        slot_of: npt.NDArray[np.int32],
+        out: Tensor,
+        act: Activation,
+    ) -> None:
+        pieces, vectors = Pieces(), weights.vectors
+        _check(x, weights.parts, ids, mix, out)
+        if padded(x) is not x or ids.dtype != torch.int32 or not (ids.is_contiguous() and mix.is_contiguous()):
+            raise ValueError(f"not ready for kernels: {tuple(x.shape)}, {ids.dtype}, or rows that are apart")
+        adjustments = _NONE if vectors.is_empty else _adjustments(vectors, len(slot_of), weights.gate)
+        how = (slot_of, out, _THEN[act], adjustments, vectors.limit, pieces.memory)
+        self._steps, self._call = _steps(x, weights.parts, ids, mix, *how)
+        self._kept = (pieces.kept, x, ids, mix, weights, out)
+        self._slot_of = slot_of
+        self._n_slots = weights.gate.shape[0]
+
+    def run(self) -> None:
+        """Add to the output. Raises IndexError for an id that is no expert or a slot that is no slot."""
+        run(self._steps)
+        _check_done(self._call, self._n_slots, self._slot_of)
 
 
 _X, _IDS, _OUT = (Call._fields.index(name) for name in ("x", "ids", "out"))

@@ -5,53 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
-from numba import types
-
-from overspill.kernels.numba.emit import I64
-from overspill.kernels.numba.jit import intrinsic
+from overspill.kernels.numba.memory import acquire, release, store_i64
 from overspill.kernels.numba.native import direct
 from overspill.kernels.numba.target import SOURCE_DIGEST
+from overspill.kernels.numba.workspace import WORKSPACE
 
-_N64 = types.int64
-# Between two looks at the clock of the caller: some milliseconds.
+# Looks before the caller gets to look at the clock: some milliseconds.
 _LOOKS = 1 << 22
-
-
-@intrinsic
-def _acquire(typing_context, address):
-    """The int64 number at an address, as it is now; nothing that follows is read before it."""
-
-    def codegen(context, builder, signature, args):
-        pointer = builder.inttoptr(args[0], I64.as_pointer())
-        return builder.load_atomic(pointer, "acquire", 8)
-
-    return _N64(_N64), codegen
-
-
-@intrinsic
-def _release(typing_context, address, value):
-    """Store an int64 number after all that was stored before it."""
-
-    def codegen(context, builder, signature, args):
-        pointer = builder.inttoptr(args[0], I64.as_pointer())
-        builder.store_atomic(args[1], pointer, "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(_N64, _N64), codegen
 
 
 @cache
 def _wait() -> Callable[..., None]:
     digest = SOURCE_DIGEST
 
-    def wait_for_flags(flags, n_flags, wanted):
+    def wait_for_flags(flags, n_flags, wanted, is_up):
         _ = digest
         n_looks = 0
         for i in range(n_flags):
-            while _acquire(flags + 8 * i) < wanted and n_looks < _LOOKS:
+            while acquire(flags + 8 * i) < wanted and n_looks < _LOOKS:
                 n_looks += 1
+        store_i64(is_up, 0, 1 if n_looks < _LOOKS else 0)
 
-    return direct(wait_for_flags, 3)
+    return direct(wait_for_flags, 4)
 
 
 @cache
@@ -61,14 +36,16 @@ def _raise() -> Callable[..., None]:
     def raise_flags(flags, n_flags, value):
         _ = digest
         for i in range(n_flags):
-            _release(flags + 8 * i, value)
+            release(flags + 8 * i, value)
 
     return direct(raise_flags, 3)
 
 
-def look_for_flags(flags: int, n_flags: int, wanted: int) -> None:
-    """Spin until the int64 numbers at an address have reached a number, or for some milliseconds."""
-    _wait()(flags, n_flags, wanted)
+def look_for_flags(flags: int, n_flags: int, wanted: int) -> bool:
+    """Spin until the int64 numbers at an address have reached a number, or for some milliseconds. Whether they have."""
+    is_up = WORKSPACE.memory("is_up", 8)
+    _wait()(flags, n_flags, wanted, is_up.address)
+    return is_up.read(0) == 1
 
 
 def raise_flags(flags: int, n_flags: int, value: int) -> None:

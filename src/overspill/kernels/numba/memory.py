@@ -48,6 +48,27 @@ store_f32 = _storer(F32, types.float32, 4)
 
 
 @intrinsic
+def acquire(typing_context, address):
+    """The int64 number at an address, as it is now; nothing that follows is read before it."""
+
+    def codegen(context, builder, signature, args):
+        return builder.load_atomic(builder.inttoptr(args[0], I64.as_pointer()), "acquire", 8)
+
+    return _N64(_N64), codegen
+
+
+@intrinsic
+def release(typing_context, address, value):
+    """Store an int64 number after all that was stored before it."""
+
+    def codegen(context, builder, signature, args):
+        builder.store_atomic(args[1], builder.inttoptr(args[0], I64.as_pointer()), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(_N64, _N64), codegen
+
+
+@intrinsic
 def next_number(typing_context, address):
     """Take the next number from the int64 counter at `address`; every thread gets another one."""
 

@@ -24,6 +24,7 @@ from overspill.kernels.triton.mail import copy_pinned, put_mail, take_mail
 from overspill.kernels.triton.moe import MoeOp
 from overspill.kernels.triton.norm import rms_norm, swiglu
 from overspill.kernels.triton.routing import Choice, pick_experts, route
+from overspill.kernels.triton.spread import divide, fetch
 from overspill.kernels.triton.steps import attend_steps, prepare_steps
 from overspill.kernels.triton.wide import plain_into, wide_bytes, widen, widen_into
 from overspill.kernels.triton.workspace import Workspace, workspace_bytes
@@ -130,6 +131,8 @@ def make_ops(
         experts=MoeOp(workspace, dtype, may_use_torch=has_torch_products and dtype == torch.bfloat16),
         widen=widen_into,
         plain=plain_into,
+        divide=divide,
+        fetch=fetch,
         prepare_heads=prepare,
         prepare_steps=prepare_each,
         attend_steps=attend_steps,

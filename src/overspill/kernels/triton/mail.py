@@ -16,10 +16,10 @@ import torch
 import triton
 import triton.language as tl
 
-from overspill.kernels.triton.launch import Kernel
+from overspill.kernels.triton.launch import Kernel, Tuning
 
 MAX_PARTS = 4
-_BLOCK = 1024
+_BLOCK = 2048
 _MAX_LOOKS = tl.constexpr(4_000_000)
 
 
@@ -87,7 +87,7 @@ def put_mail(step: torch.Tensor, parts: Sequence[torch.Tensor], box: torch.Tenso
     pinned memory. flags: int64 `[n parts]` there.
     """
     words = [_words(part) for part in parts]
-    _put_kernel((len(words),), (step, *_four(words), box, flags, *_counts(words)), (_BLOCK,))
+    _put_kernel((len(words),), (step, *_four(words), box, flags, *_counts(words)), (_BLOCK,), Tuning(n_warps=8))
 
 
 def take_mail(
@@ -95,12 +95,12 @@ def take_mail(
 ) -> None:
     """Receive what `put_mail`, or the CPU, sent in this step into tensors of this device. late: int64 `[1]`, pinned."""
     words = [_words(part) for part in parts]
-    _take_kernel((len(words),), (step, *_four(words), box, flags, late, *_counts(words)), (_BLOCK,))
+    _take_kernel((len(words),), (step, *_four(words), box, flags, late, *_counts(words)), (_BLOCK,), Tuning(n_warps=8))
 
 
 def copy_pinned(target: torch.Tensor, source: torch.Tensor) -> None:
     """A few words from pinned memory, as they are when the copy runs: both int32 `[n]`."""
-    _fetch_kernel((1,), (target, source, len(target)), (_BLOCK,))
+    _fetch_kernel((1,), (target, source, len(target)), (_BLOCK,), Tuning(n_warps=8))
 
 
 def _words(part: torch.Tensor) -> torch.Tensor:

@@ -52,6 +52,7 @@ class SlotMaps:
     def of(self, weights: ExpertWeights) -> SlotMap:
         """The maps of a stack. Sends them without waiting when they are new, which no graph capture allows."""
         n_slots = weights.gate.shape[0]
+        assert not isinstance(weights.slot_of, torch.Tensor)
         slot_of = np.arange(n_slots, dtype=np.int32) if weights.slot_of is None else weights.slot_of
         key = (n_slots, slot_of.tobytes())
         if key not in self._maps:
@@ -104,10 +105,13 @@ class MoeOp:
         out: torch.Tensor,
     ) -> None:
         """See `kernels.Experts`; `out` is float32, its rows contiguous, `x` of any float."""
+        if isinstance(weights.slot_of, torch.Tensor):
+            assert can_add(len(x), weights.parts), "only few tokens have experts that the host does not know"
+            self._add_few(x, Pairs(ids, mix, weights.slot_of), weights, activation, out)
+            return
         maps = self._maps.of(weights)
         if can_add(len(x), weights.parts):
-            pairs, activate = Pairs(ids, mix, maps.slot_of), gated(activation, weights.vectors.limit)
-            add_experts(x, pairs, weights.parts, weights.vectors, activate, out, dtype=self._dtype)
+            self._add_few(x, Pairs(ids, mix, maps.slot_of), weights, activation, out)
             return
         x = x.to(self._dtype)
         ids, mix = ids.contiguous(), mix.contiguous()
@@ -122,6 +126,12 @@ class MoeOp:
             stacks = self._stacks(weights, part, rows)
             y = self._products(x, rows, stacks, _extras(weights.vectors, maps, part), job)
             combine(out, y, ids, mix, rows.inverse)
+
+    def _add_few(
+        self, x: torch.Tensor, pairs: Pairs, weights: ExpertWeights, activation: Activation, out: torch.Tensor
+    ) -> None:
+        activate = gated(activation, weights.vectors.limit)
+        add_experts(x, pairs, weights.parts, weights.vectors, activate, out, dtype=self._dtype)
 
     def _is_for_torch(self, rows_an_expert: float, weights: ExpertWeights) -> bool:
         aligned = all(width * self._dtype.itemsize % _TORCH_ALIGNMENT == 0 for width in _widths(weights))

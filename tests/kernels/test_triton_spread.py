@@ -1,0 +1,56 @@
+"""Sharing out experts, and fetching them, in Triton against the reference in torch."""
+
+# ruff: noqa: I001  (where Triton runs is decided before it is imported)
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.triton_device import DEVICE
+
+from overspill.gguf.types import TensorType
+from overspill.kernels import spread as ref
+from overspill.kernels.triton.spread import divide, fetch
+from overspill.quant.experts import NO_VECTORS, ExpertWeights
+from overspill.quant.qtensor import QTensor
+
+
+@pytest.mark.parametrize(("n_tokens", "n_used", "n_expert"), [(1, 8, 128), (3, 4, 20), (16, 8, 40), (1, 1, 5)])
+@pytest.mark.parametrize("shares", [[(0, 1)], [(1, 46), (0, 46), (2, 50)], [(2, 1), (3, 1000)]])
+def test_the_same_experts_go_to_the_same_parties(
+    n_tokens: int, n_used: int, n_expert: int, shares: list[tuple[int, int]]
+) -> None:
+    generator = np.random.default_rng(n_expert)
+    rows = [generator.permutation(n_expert)[:n_used] for _ in range(n_tokens)]
+    ids = torch.tensor(np.array(rows), dtype=torch.int32)
+    who, wanted = torch.zeros(n_expert, dtype=torch.int32, device=DEVICE), torch.zeros(n_expert, dtype=torch.int32)
+
+    divide(ids.to(DEVICE), shares, who)
+
+    ref.divide(ids, shares, wanted)
+    assert torch.equal(who.cpu(), wanted)
+
+
+@pytest.mark.parametrize("type", [TensorType.Q8_0, TensorType.Q4_K, TensorType.MXFP4, TensorType.BF16])
+def test_fetched_experts_are_those_of_the_party(type: TensorType) -> None:
+    n_expert, F, D = 7, 256, 512
+    generator = torch.Generator().manual_seed(1)
+
+    def stack(rows: int, cols: int) -> QTensor:
+        n_bytes = n_expert * rows * type.row_bytes(cols)
+        raw = torch.randint(0, 256, (n_bytes,), generator=generator, dtype=torch.uint8)
+        raw = raw.pin_memory() if DEVICE.type == "cuda" else raw
+        return QTensor.from_bytes(raw, type, (n_expert, rows, cols))
+
+    source = ExpertWeights(stack(F, D), stack(F, D), stack(D, F))
+    who = torch.tensor([1, -1, 0, 1, 2, 1, -1], dtype=torch.int32, device=DEVICE)
+    room = torch.zeros(4 * sum(part.data[0].numel() for part in source.parts) + 192, dtype=torch.uint8, device=DEVICE)
+
+    fetched = fetch(source, who, 1, room, NO_VECTORS)
+
+    assert isinstance(fetched.slot_of, torch.Tensor)
+    assert fetched.slot_of.tolist() == [0, -1, -1, 1, -1, 2, -1]
+    for stack_, part in zip(fetched.parts, source.parts, strict=True):
+        assert stack_.shape[0] == 4
+        assert torch.equal(stack_.data[:3].cpu(), part.data[[0, 3, 5]])
