@@ -289,6 +289,7 @@ class StepRunner:
         for number, action in enumerate(listed):
             self._list(number, action, letters, works, host, ubatch)
         self._flags.fill_(self._n_steps)
+        self._write_harmless_mail(list(letters.values()))
         recordings = {i: self._recording(i, works[i]) for i in sorted(works)}
         host = self._prepared(host, ubatch)
         self._run_all_on_host(host, ubatch)
@@ -341,6 +342,19 @@ class StepRunner:
             found[id(action)] = _Letter(action, self._mail[at : at + sum(part_words)], flags, part_words)
             at += sum(words) * most
         return found
+
+    def _write_harmless_mail(self, letters: Sequence[_Letter]) -> None:
+        """For kernels that run before anything was sent: routing that is none would lead them out of their memory."""
+        self._mail.zero_()
+        for letter in letters:
+            boxes = iter(letter.boxes)
+            for resource in letter.action.reads:
+                parts = [next(boxes) for _ in self._memory[resource]]
+                if resource[0] == "route":
+                    n_used = self._memory.n_expert_used
+                    parts[1].view(-1, n_used).copy_(torch.arange(n_used, dtype=torch.int32))
+                elif resource[0] == "who":
+                    parts[0].fill_(-1)
 
     def _parts(self, resources: Sequence[tuple[str | int, ...]], ubatch: Ubatch) -> list[torch.Tensor]:
         return [buffer.tensor[: ubatch.n_tokens] for buffer in self._memory.all_of(tuple(resources))]
