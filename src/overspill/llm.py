@@ -41,7 +41,8 @@ from overspill.pipeline.reading import LoadMode
 from overspill.pipeline.residence import read_ahead
 from overspill.pipeline.runner import Runner
 from overspill.pipeline.schedule import WaveSchedule
-from overspill.pipeline.steps import StepRunner, StepWork
+from overspill.pipeline.step_work import StepWork
+from overspill.pipeline.steps import StepRunner
 from overspill.pipeline.watch import WaveWatch
 from overspill.pipeline.wave import Segment, Ubatch, Wave
 from overspill.pipeline.weights import load

@@ -30,7 +30,8 @@ from overspill.pipeline.runner import Runner
 from overspill.pipeline.schedule import Order, Policy, WaveSchedule
 from overspill.pipeline.slabs import WIDE_VALUE_BYTES, cut_slabs, slot_bytes_for
 from overspill.pipeline.split import Detour, Layout, Slab
-from overspill.pipeline.steps import StepRunner, StepWork
+from overspill.pipeline.step_work import StepWork
+from overspill.pipeline.steps import StepRunner
 from overspill.pipeline.wave import Ubatch, Wave
 from overspill.pipeline.weights import load
 from overspill.pipeline.work import Work

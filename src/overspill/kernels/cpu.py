@@ -22,19 +22,10 @@ from overspill.quant.qtensor import QTensor
 
 _log = logging.getLogger(__name__)
 
-_FEW_THREADS = 4
 _SCORE_BYTES = 64 << 20
 # Up to so many numbers, and products of queries and keys, torch's way of finding its kernels costs more than a thread.
 _FEW_NUMBERS = 1 << 15
 _FEW_PRODUCTS = 1 << 20
-
-
-def spinning_threads(n_threads: int) -> fast.SpinningThreads:
-    """Threads for work that comes every few hundred microseconds, see `kernels.numba.pool`.
-
-    One CPU is left to others, such as drivers of devices, where there are several.
-    """
-    return fast.SpinningThreads(n_threads - 1 if n_threads > _FEW_THREADS else n_threads)
 
 
 def use_threads(n_threads: int) -> None:

@@ -142,9 +142,6 @@ class Runner:
 
     def close(self) -> None:
         """Let go of the model and all buffers; counters stay. Idempotent."""
-        steps: StepRunner | None = vars(self).get("_steps")
-        if steps is not None:
-            steps.close()
         for name in ("_work", "_memory", "_steps"):
             vars(self).pop(name, None)
 

@@ -16,8 +16,7 @@ import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from math import prod
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -25,93 +24,19 @@ import torch
 from overspill.cache.cells import StateRows
 from overspill.device.base import Buffer, Devices, MemoryKind, Recording, running_on
 from overspill.device.lane import Lane
-from overspill.kernels import Mail, Ops, StateSteps, Steps, cpu
-from overspill.kernels.numba import SpinningThreads, run_by
+from overspill.kernels import Mail, Ops, cpu
 from overspill.kernels.numba.mail import look_for_flags, raise_flags
-from overspill.models.base import HParams, UbatchView
+from overspill.models.base import HParams
 from overspill.pipeline.host_share import HostShare
+from overspill.pipeline.letters import Letter, Letters
 from overspill.pipeline.memory import Memory
 from overspill.pipeline.schedule import Action, Policy, Verb, WaveSchedule, actions
 from overspill.pipeline.split import Detour, Layout
+from overspill.pipeline.step_work import INPUT_WORDS, MAX_STEP_TOKENS, StepWork, inputs_in
 from overspill.pipeline.wave import Ubatch, Wave
-from overspill.pipeline.work import Angles, Work
 
-MAX_STEP_TOKENS = 32
 _PROGRAMS_KEPT = 16
 _PATIENCE_S = 20.0
-_HEADER_WORDS = 2
-_N_ROWS = 5
-_INPUT_WORDS = _HEADER_WORDS + _N_ROWS * MAX_STEP_TOKENS
-_FLAGS_A_LETTER = 4
-
-
-class Inputs(NamedTuple):
-    """A step's inputs on one device: int64 `[1]` its number; int32 `[T]` each."""
-
-    number: torch.Tensor
-    positions: torch.Tensor
-    ids: torch.Tensor
-    slots: torch.Tensor
-    states_before: torch.Tensor
-    states_after: torch.Tensor
-
-
-def inputs_in(words: torch.Tensor, n_tokens: int) -> Inputs:
-    """Views of int32 `[_INPUT_WORDS]`."""
-    rows = words[_HEADER_WORDS:].view(_N_ROWS, MAX_STEP_TOKENS)[:, :n_tokens]
-    return Inputs(words[:_HEADER_WORDS].view(torch.int64), *rows)
-
-
-class StepWork(Work):
-    """The bodies of actions, with positions and ids that lie on the device. inputs: by number of device, int32."""
-
-    inputs: dict[int, Buffer]
-
-    def compute(self, action: Action, ubatch: Ubatch) -> None:
-        """Do what an action that computes does, on its device."""
-        self._compute[action.verb](action, ubatch)()
-
-    def prepare(self, share: HostShare, i_layer: int) -> bool:
-        """Prepare the CPU's share of a layer; False where that cannot be."""
-        return share.prepare(self._model, i_layer, self._host_experts[i_layer], self._host_ops)
-
-    def _view(self, ubatch: Ubatch, device: int, m: int, turned: Angles) -> UbatchView:
-        if device == self._layout.host:
-            raise AssertionError("layers of the CPU are not recorded")
-        found = inputs_in(self.inputs[device].tensor, ubatch.n_tokens)
-        return UbatchView(
-            ubatch.segments,
-            found.positions,
-            found.ids,
-            turned,
-            Steps(found.slots, found.positions),
-            StateSteps(found.states_before, found.states_after),
-        )
-
-    def _ids(self, action: Action, ubatch: Ubatch) -> torch.Tensor:
-        if action.device == self._layout.host:
-            return super()._ids(action, ubatch)
-        return inputs_in(self.inputs[action.device].tensor, ubatch.n_tokens).ids
-
-
-@dataclass(frozen=True, eq=False)
-class _Letter:
-    """A hand-off: its box in pinned memory, with all parts one behind the other, and a flag for each.
-
-    is_written: whoever computes what is sent writes it into the box itself.
-    """
-
-    action: Action
-    box: torch.Tensor
-    flags: torch.Tensor
-    part_words: list[int]
-    is_written: bool = False
-
-    @property
-    def boxes(self) -> Sequence[torch.Tensor]:
-        """The box of each part."""
-        boxes: Sequence[torch.Tensor] = self.box.split(self.part_words)
-        return boxes
 
 
 class _HostWork(NamedTuple):
@@ -121,7 +46,7 @@ class _HostWork(NamedTuple):
     """
 
     action: Action
-    letter: _Letter | None = None
+    letter: Letter | None = None
     share: HostShare | None = None
 
 
@@ -132,12 +57,6 @@ class _Program:
     recordings: dict[int, Recording]
     host: list[_HostWork]
     last: list[Action]
-
-
-def _row_words(buffer: Buffer) -> int:
-    """32-bit words of one token in a buffer `[T, ...]`."""
-    rows = buffer.raw()
-    return prod(rows.shape[1:]) * rows.element_size() // 4
 
 
 class StepRunner:
@@ -160,15 +79,14 @@ class StepRunner:
         # What goes by mail passes through host memory anyhow.
         self._layout = replace(layout, detour=Detour())
         work.inputs = {i: self._new_input(i) for i in used}
-        self._host_inputs = devices.host.allocate_pinned(4 * _INPUT_WORDS, name="host_step").host_tensor
+        self._host_inputs = devices.host.allocate_pinned(4 * INPUT_WORDS, name="host_step").host_tensor
         self._late = devices.host.allocate_pinned(8, name="late").host_tensor.view(torch.int64)
         self._late.zero_()
-        self._mail = torch.empty(0, dtype=torch.int32)
-        self._flags = torch.empty(0, dtype=torch.int64)
+        self._letters = Letters(devices.host, memory)
 
     def _new_input(self, i_device: int) -> Buffer:
         device = self._devices.all[i_device]
-        return device.allocate((_INPUT_WORDS,), torch.int32, kind=MemoryKind.COMPUTE, name="step")
+        return device.allocate((INPUT_WORDS,), torch.int32, kind=MemoryKind.COMPUTE, name="step")
 
     @classmethod
     def serves(cls, devices: Devices, layout: Layout, hp: HParams) -> bool:
@@ -227,19 +145,9 @@ class StepRunner:
 
     def _run_all_on_host(self, works: Sequence[_HostWork], ubatch: Ubatch) -> None:
         if works:
-            with running_on(self._devices.host), run_by(self._threads):
+            with running_on(self._devices.host):
                 for work in works:
                     self._run_on_host(work, ubatch)
-
-    @cached_property
-    def _threads(self) -> SpinningThreads:
-        """Started for the first step in which the CPU has a part."""
-        return cpu.spinning_threads(self._n_threads)
-
-    def close(self) -> None:
-        """End the threads; idempotent."""
-        if "_threads" in vars(self):
-            self._threads.close()
 
     def _run_on_host(self, work: _HostWork, ubatch: Ubatch) -> None:
         letter = work.letter
@@ -258,7 +166,7 @@ class StepRunner:
             for part, box in zip(self._parts(letter.action.writes, ubatch), letter.boxes, strict=True):
                 part.view(-1).view(torch.int32).copy_(box)
 
-    def _wait_for(self, letter: _Letter) -> None:
+    def _wait_for(self, letter: Letter) -> None:
         address, n, wanted = letter.flags.data_ptr(), len(letter.flags), self._n_steps
         patience = time.monotonic() + _PATIENCE_S
         while True:
@@ -280,27 +188,31 @@ class StepRunner:
     def _record(self, ubatch: Ubatch, schedule: WaveSchedule) -> _Program:
         """The program of a step. Its kernels run once before, on whatever is there, with no one waiting for anyone."""
         self._work.begin_wave()
+        cpu.use_threads(self._n_threads)
         for device in self._devices.all:
             device.synchronize_host()
         listed = list(actions(self._layout, schedule, [self._work.n_chunks(ubatch)], [1]))
-        letters = self._letters([a for a in listed if a.verb is Verb.HAND_OFF], ubatch)
+        memory_before = self._letters.boxes
+        letters = self._letters.address([a for a in listed if a.verb is Verb.HAND_OFF], ubatch)
+        if self._letters.boxes is not memory_before:
+            self._programs.clear()  # theirs is gone
         works: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)
         host: list[_HostWork] = []
         for number, action in enumerate(listed):
             self._list(number, action, letters, works, host, ubatch)
-        self._flags.fill_(self._n_steps)
-        self._write_harmless_mail(list(letters.values()))
+        self._letters.flags.fill_(self._n_steps)
+        self._letters.fill_harmless(letters.values())
         recordings = {i: self._recording(i, works[i]) for i in sorted(works)}
         host = self._prepared(host, ubatch)
         self._run_all_on_host(host, ubatch)
-        self._flags.zero_()
+        self._letters.flags.zero_()
         return _Program(recordings, host, [a for a in listed if a.verb is Verb.DOWNLOAD])
 
     def _list(
         self,
         number: int,
         action: Action,
-        letters: dict[int, _Letter],
+        letters: dict[int, Letter],
         works: dict[int, list[Callable[[], None]]],
         host: list[_HostWork],
         ubatch: Ubatch,
@@ -324,38 +236,6 @@ class StepRunner:
             case _:
                 works[action.device].append(partial(self._work.compute, action, ubatch))
 
-    def _letters(self, hand_offs: Sequence[Action], ubatch: Ubatch) -> dict[int, _Letter]:
-        """A box and flags for each hand-off, in memory that is reserved for the most tokens at the first step."""
-        row_words = [[_row_words(b) for b in self._memory.all_of(a.reads)] for a in hand_offs]
-        most = min(MAX_STEP_TOKENS, self._memory.sizes.n_slots)
-        n_words, n_flags = sum(map(sum, row_words)) * most, len(hand_offs) * _FLAGS_A_LETTER
-        if n_words > len(self._mail) or n_flags > len(self._flags):
-            allocate = self._devices.host.allocate_pinned
-            self._mail = allocate(4 * max(1, n_words), name="mail").host_tensor.view(torch.int32).zero_()
-            self._flags = allocate(8 * max(1, n_flags), name="flags").host_tensor.view(torch.int64).zero_()
-            self._programs.clear()
-        found, at = {}, 0
-        for i, (action, words) in enumerate(zip(hand_offs, row_words, strict=True)):
-            flags = self._flags[i * _FLAGS_A_LETTER :][: len(words)]
-            n_rows = [min(ubatch.n_tokens, len(b.raw())) for b in self._memory.all_of(action.reads)]
-            part_words = [n * rows for n, rows in zip(words, n_rows, strict=True)]
-            found[id(action)] = _Letter(action, self._mail[at : at + sum(part_words)], flags, part_words)
-            at += sum(words) * most
-        return found
-
-    def _write_harmless_mail(self, letters: Sequence[_Letter]) -> None:
-        """For kernels that run before anything was sent: routing that is none would lead them out of their memory."""
-        self._mail.zero_()
-        for letter in letters:
-            boxes = iter(letter.boxes)
-            for resource in letter.action.reads:
-                parts = [next(boxes) for _ in self._memory[resource]]
-                if resource[0] == "route":
-                    n_used = self._memory.n_expert_used
-                    parts[1].view(-1, n_used).copy_(torch.arange(n_used, dtype=torch.int32))
-                elif resource[0] == "who":
-                    parts[0].fill_(-1)
-
     def _parts(self, resources: Sequence[tuple[str | int, ...]], ubatch: Ubatch) -> list[torch.Tensor]:
         return [buffer.tensor[: ubatch.n_tokens] for buffer in self._memory.all_of(tuple(resources))]
 
@@ -368,7 +248,7 @@ class StepRunner:
         copy, source = self._mail_of(i_device).copy, self._host_inputs.view(torch.int32)
         return lambda: copy(self._work.inputs[i_device].tensor, source)
 
-    def _mailing(self, end: int, letter: _Letter, ubatch: Ubatch) -> Callable[[], None]:
+    def _mailing(self, end: int, letter: Letter, ubatch: Ubatch) -> Callable[[], None]:
         mail, action, box, flags = self._mail_of(end), letter.action, letter.box, letter.flags
 
         def body() -> None:
@@ -412,11 +292,9 @@ class StepRunner:
             found.append(work)
         return found
 
-    def _share(self, told: _Letter, action: Action, answer: _Letter, ubatch: Ubatch) -> HostShare | None:
+    def _share(self, told: Letter, action: Action, answer: Letter, ubatch: Ubatch) -> HostShare | None:
         normed = self._memory[told.action.reads[0]][0].raw()
         if normed.dtype != torch.bfloat16:
             return None
         share = HostShare(list(told.boxes), answer.box, ubatch.n_tokens, self._layout.host)
-        with run_by(self._threads):
-            is_prepared = self._work.prepare(share, action.layer)
-        return share if is_prepared else None
+        return share if self._work.prepare(share, action.layer) else None

@@ -19,10 +19,8 @@ from overspill.kernels.numba.decode import DECODERS
 from overspill.kernels.numba.experts import PreparedExperts, TokenExperts, experts
 from overspill.kernels.numba.jit import config
 from overspill.kernels.numba.matmul import add_matmul, matmul, matmuls
-from overspill.kernels.numba.native import run_by
 from overspill.kernels.numba.one_token import TokenAttention, TokenRouter
 from overspill.kernels.numba.pick import pick_experts
-from overspill.kernels.numba.pool import SpinningThreads
 from overspill.kernels.numba.rows import norm_rows, prepare_heads
 from overspill.kernels.numba.target import UNIT_ELEMENTS
 
@@ -32,7 +30,6 @@ if config.THREADING_LAYER == "default":
 __all__ = [
     "UNIT_ELEMENTS",
     "PreparedExperts",
-    "SpinningThreads",
     "TokenAttention",
     "TokenExperts",
     "TokenRouter",
@@ -45,7 +42,6 @@ __all__ = [
     "norm_rows",
     "pick_experts",
     "prepare_heads",
-    "run_by",
     "use_threads",
 ]
 

@@ -8,17 +8,15 @@ slow to compile) and lets code that knows no tensor type call code that does.
 from __future__ import annotations
 
 import ctypes
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from llvmlite import ir
-from numba import get_num_threads, prange, set_num_threads, types
+from numba import prange, types
 
 from overspill.kernels.numba.emit import F32, I64, Emitter
-from overspill.kernels.numba.jit import REASSOCIATES, cached, cfunc, config, intrinsic, njit
+from overspill.kernels.numba.jit import REASSOCIATES, cached, cfunc, intrinsic, njit
 from overspill.kernels.numba.memory import load_i64
 from overspill.kernels.numba.target import SOURCE_DIGEST
 from overspill.kernels.numba.workspace import WORKSPACE, Memory
@@ -125,11 +123,7 @@ class Program:
 
 
 def run(steps: Sequence[Step]) -> None:
-    """Run steps once. Those of one call run on the calling thread. In `run_by` the threads given there do it."""
-    threads: Threads | None = getattr(_here, "threads", None)
-    if threads is not None:
-        threads.run(steps)
-        return
+    """Run steps once. Those of one call run on the calling thread."""
     if all(step.n_calls == 1 for step in steps):
         for step in steps:
             callable_at(step.address, 2)(step.call, 0)
@@ -137,30 +131,6 @@ def run(steps: Sequence[Step]) -> None:
     numbers = WORKSPACE.memory("steps", _STEP_BYTES * len(steps))
     numbers.write(tuple(number for step in steps for number in step))
     _run_steps(numbers.address, len(steps))
-
-
-class Threads(Protocol):
-    """Threads that run steps, one after the other."""
-
-    n_threads: int
-
-    def run(self, steps: Sequence[Step]) -> None: ...
-
-
-_here = threading.local()
-
-
-@contextmanager
-def run_by(threads: Threads) -> Iterator[None]:
-    """While it lasts, what the calling thread gives to `run` is done by these threads."""
-    n_before = get_num_threads()
-    set_num_threads(min(threads.n_threads, config.NUMBA_NUM_THREADS))
-    _here.threads = threads
-    try:
-        yield
-    finally:
-        _here.threads = None
-        set_num_threads(n_before)
 
 
 @cache

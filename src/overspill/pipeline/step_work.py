@@ -1,0 +1,69 @@
+"""The bodies of actions for decoding steps that are recorded: positions and ids lie on the device."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from overspill.device.base import Buffer
+from overspill.kernels import StateSteps, Steps
+from overspill.models.base import UbatchView
+from overspill.pipeline.host_share import HostShare
+from overspill.pipeline.schedule import Action
+from overspill.pipeline.wave import Ubatch
+from overspill.pipeline.work import Angles, Work
+
+MAX_STEP_TOKENS = 32
+_HEADER_WORDS = 2
+_N_ROWS = 5
+INPUT_WORDS = _HEADER_WORDS + _N_ROWS * MAX_STEP_TOKENS
+
+
+class Inputs(NamedTuple):
+    """A step's inputs on one device: int64 `[1]` its number; int32 `[T]` each."""
+
+    number: torch.Tensor
+    positions: torch.Tensor
+    ids: torch.Tensor
+    slots: torch.Tensor
+    states_before: torch.Tensor
+    states_after: torch.Tensor
+
+
+def inputs_in(words: torch.Tensor, n_tokens: int) -> Inputs:
+    """Views of int32 `[INPUT_WORDS]`."""
+    rows = words[_HEADER_WORDS:].view(_N_ROWS, MAX_STEP_TOKENS)[:, :n_tokens]
+    return Inputs(words[:_HEADER_WORDS].view(torch.int64), *rows)
+
+
+class StepWork(Work):
+    """The bodies of actions, with positions and ids that lie on the device. inputs: by number of device, int32."""
+
+    inputs: dict[int, Buffer]
+
+    def compute(self, action: Action, ubatch: Ubatch) -> None:
+        """Do what an action that computes does, on its device."""
+        self._compute[action.verb](action, ubatch)()
+
+    def prepare(self, share: HostShare, i_layer: int) -> bool:
+        """Prepare the CPU's share of a layer; False where that cannot be."""
+        return share.prepare(self._model, i_layer, self._host_experts[i_layer], self._host_ops)
+
+    def _view(self, ubatch: Ubatch, device: int, m: int, turned: Angles) -> UbatchView:
+        if device == self._layout.host:
+            raise AssertionError("layers of the CPU are not recorded")
+        found = inputs_in(self.inputs[device].tensor, ubatch.n_tokens)
+        return UbatchView(
+            ubatch.segments,
+            found.positions,
+            found.ids,
+            turned,
+            Steps(found.slots, found.positions),
+            StateSteps(found.states_before, found.states_after),
+        )
+
+    def _ids(self, action: Action, ubatch: Ubatch) -> torch.Tensor:
+        if action.device == self._layout.host:
+            return super()._ids(action, ubatch)
+        return inputs_in(self.inputs[action.device].tensor, ubatch.n_tokens).ids
