@@ -25,6 +25,9 @@ CPU_BESIDE_LINKS = 0.27
 """Of the rate at which the CPU reads memory alone, what its products of few tokens reach beside accelerators that read
 host memory too (measured: about 40 of 150 GB/s with 32 threads)."""
 
+CPU_AT_MOST = 0.8
+"""Of the rate of a link: no CPU was seen to read more beside them, and rates of samples that caches hold mislead."""
+
 
 _LAUNCHED = frozenset({Verb.LAYERS, Verb.ATTEND, Verb.EXPERTS, Verb.WIDEN, Verb.SHARE})
 
@@ -184,7 +187,8 @@ class _Costs:
         shares = dict(self._schedule.shares[self._layout.layer_device[action.layer]])
         part = shares[party] / sum(shares.values())
         is_host = party == self._layout.host
-        gbps = self._machine.cpu_gbps * CPU_BESIDE_LINKS if is_host else self._link_gbps[party]
+        cpu_gbps = min(self._machine.cpu_gbps * CPU_BESIDE_LINKS, CPU_AT_MOST * min(self._link_gbps))
+        gbps = cpu_gbps if is_host else self._link_gbps[party]
         return self._shape.expert_bytes(action.layer) * met * part / gbps / 1e3
 
     def _rate_gbps(self, device: int) -> float:
