@@ -224,13 +224,14 @@ def pipe(
     detour: Detour = DIRECT,
     waits_on_host: bool = False,
     mode: LoadMode = LoadMode.AUTO,
-    ops: Ops = OPS,
+    ops: Ops | None = None,
     n_trials: int = 0,
 ) -> Iterator[Pipe]:
     """Open devices (or take those given), reserve, load; close at the end.
 
-    ops: of the accelerators. n_trials: 1 lets steps of decoding be recorded.
+    ops: of the accelerators; None: those of the host. n_trials: 1 lets steps of decoding be recorded.
     """
+    ops = OPS if ops is None else ops
     arch, hp, specs, source = understand(source)
     layout, slot_bytes = make_layout(source, hp.n_layer, hp.n_expert, shape)
     layout = replace(layout, detour=detour)
