@@ -15,7 +15,17 @@ from overspill.pipeline.schedule import Order, Policy
 from overspill.pipeline.split import Detour, detours
 from tests.helpers.blind import blind_to
 from tests.helpers.broken import Fault, broken_devices
-from tests.helpers.pipe import ORDERS_AND_POLICIES, Pipe, Shape, cut_wave, cut_waves, pipe, rare_delays, run_all
+from tests.helpers.pipe import (
+    EXACT_POLICIES,
+    ORDERS_AND_POLICIES,
+    Pipe,
+    Shape,
+    cut_wave,
+    cut_waves,
+    pipe,
+    rare_delays,
+    run_all,
+)
 from tests.helpers.reference import reference_logits
 from tests.helpers.tiny_moe import N_VOCAB, tiny_model, tiny_source
 
@@ -67,7 +77,7 @@ def test_a_pair_that_fails_the_test_goes_through_the_host(pair: tuple[int, int],
     wanted, shape = expected(), Shape(3, embeds=True)
     devices = broken_devices(3, fault, pair)
     with open_pipe(shape, devices=devices, detour=Detour(failing_pairs(devices), TILES[2])) as p:
-        for order, policy in zip(Order, Policy, strict=True):
+        for order, policy in zip(Order, EXACT_POLICIES, strict=True):
             assert torch.equal(logits(p, order, policy), wanted), (order, policy)
     with open_pipe(shape, devices=broken_devices(3, fault, pair)) as p:
         assert not torch.equal(logits(p, Order.BREADTH_FIRST, Policy.ALL), wanted)
@@ -117,7 +127,7 @@ def test_a_ledger_that_overlooks_tiles_is_found_out(order: Order) -> None:
     assert kinds == {HazardKind.READ_AFTER_WRITE, HazardKind.WRITE_AFTER_READ}
 
 
-@pytest.mark.parametrize(("order", "policy"), list(zip(Order, Policy, strict=True)))
+@pytest.mark.parametrize(("order", "policy"), list(zip(Order, EXACT_POLICIES, strict=True)))
 def test_the_host_waits_between_devices_when_asked(order: Order, policy: Policy) -> None:
     def n_waits(waits_on_host: bool) -> int:
         with open_pipe(Shape(3), waits_on_host=waits_on_host) as p:
