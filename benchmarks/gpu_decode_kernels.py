@@ -292,7 +292,7 @@ EXPERT_TILES: dict[TensorType, tuple[list[RowTile], list[RowTile]]] = {
         [RowTile(r, w, Tuning(n, 1)) for r, w, n in ((4, 256, 2), (2, 512, 2), (2, 1024, 4))],
     ),
 }
-OTHER_ROWS = {T.Q8_0: rows.q8_0_pair_rows, T.Q4_K: rows.decoded_rows, T.MXFP4: rows.decoded_rows}
+OTHER_ROWS = {T.Q4_K: rows.decoded_rows, T.MXFP4: rows.decoded_rows}
 
 
 def experts(lines: Lines, is_tuning: bool) -> None:
@@ -309,7 +309,8 @@ def experts(lines: Lines, is_tuning: bool) -> None:
         usual = tile_of(EXPERT_GATE_UP, type), tile_of(EXPERT_DOWN, type)
         others = EXPERT_TILES[type] if is_tuning else ([], [])
         cuts = dict.fromkeys((usual, *((t, usual[1]) for t in others[0]), *((usual[0], t) for t in others[1])))
-        for way, n_tokens in product(("usual", "other") if is_tuning else ("usual",), token_counts):
+        ways = ("usual", "other") if is_tuning and type in OTHER_ROWS else ("usual",)
+        for way, n_tokens in product(ways, token_counts):
             x, out = normal(n_tokens, n_embd).bfloat16(), normal(n_tokens, n_embd)
             mix = normal(n_tokens, n_used).abs()
             chosen = different_ids(n_tokens, n_experts, n_used)

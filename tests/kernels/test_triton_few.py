@@ -10,7 +10,7 @@ from tests.helpers.triton_device import DEVICE, DTYPES, assert_near
 
 from overspill.gguf.types import TensorType
 from overspill.kernels import ref
-from overspill.kernels.triton import norm, rows, skinny
+from overspill.kernels.triton import norm, skinny
 from overspill.kernels.triton.decode import DECODERS
 from overspill.kernels.triton.linear import LinearOp
 from overspill.kernels.triton.launch import Tuning
@@ -112,14 +112,6 @@ def test_any_tile_does(tile: RowTile, n_tokens: int, type: TensorType) -> None:
     tile = tile if n_tokens == 1 else tile._replace(n_rows=16)
     x, weight = normal(n_tokens, 512), weight_of(type, 23, 512)
     got = skinny.multiply(x, [weight], dtype=torch.float32, tile=tile)
-    assert_near(got, product(x, weight, torch.float32))
-
-
-@pytest.mark.parametrize("n_blocks", [2, 24, 90])
-def test_pairs_of_blocks(n_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(rows.READERS, T.Q8_0, rows.READERS[T.Q8_0]._replace(rows=rows.q8_0_pair_rows))
-    x, weight = normal(1, 32 * n_blocks), weight_of(T.Q8_0, 13, 32 * n_blocks)
-    got = skinny.multiply(x, [weight], dtype=torch.float32, tile=RowTile(8, 512, Tuning()))
     assert_near(got, product(x, weight, torch.float32))
 
 

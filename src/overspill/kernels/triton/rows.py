@@ -111,53 +111,6 @@ def _q8_0_rows(
 
 
 @triton.jit
-def q8_0_pair_rows(
-    x, at, gain, eps, src, table, base, r,
-    K: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, ROUND: tl.constexpr,
-    DECODE: tl.constexpr, N_PARTS: tl.constexpr, BLOCK_BYTES: tl.constexpr, IS_CHAINED: tl.constexpr,
-):  # fmt: skip
-    """`_q8_0_rows` in pairs of blocks that start at multiples of 4 bytes: 17 words, of which 16 go to neighbours.
-
-    Words 0 .. 8 belong to the first block, the others to the second. The bytes of the scales, in words 0 and 8, are
-    multiplied by nothing.
-    """
-    n_pairs: tl.constexpr = K // 64
-    N: tl.constexpr = WIDTH // 64
-    follow(IS_CHAINED)
-    factor = 1.0
-    if gain is not None:
-        factor = norm_factor(x, eps, K, WIDTH)
-    run = (base * (17 * n_pairs))[None, :] + (r * (17 * n_pairs))[:, None]
-    src = src.to(tl.pointer_type(tl.int32)) + run[None, :, :]
-    i = tl.arange(0, 16)[:, None, None, None]
-    block = tl.where(i < 9, 0, 1)
-    first_col = 4 * i - 2 - 2 * block
-    total = tl.zeros([16, N, ROWS, P], tl.float32)
-    rest = tl.zeros([N, ROWS, P], tl.float32)
-    for first in tl.range(0, n_pairs, N, loop_unroll_factor=_UNROLL):
-        pair = (first + tl.arange(0, N))[:, None, None]
-        is_pair = pair < n_pairs
-        there = src + pair * 17
-        steps = there.to(tl.pointer_type(tl.float16))
-        words = tl.load(there[None, :, :, :] + i, mask=is_pair[None, :, :, :], other=0)
-        last_words = tl.load(there + 16, mask=is_pair, other=0)
-        first_step = tl.load(steps, mask=is_pair, other=0.0).to(tl.float32)
-        last_step = tl.load(steps + 17, mask=is_pair, other=0.0).to(tl.float32)
-        sums = tl.zeros([16, N, ROWS, P], tl.float32)
-        last_sums = tl.zeros([N, ROWS, P], tl.float32)
-        for p in tl.static_range(4):
-            col = first_col + p
-            is_value = is_pair[None, :, :, :] & (col >= 32 * block) & (col < 32 + 32 * block)
-            values = _inputs(x + at[None, None, None, :], gain, factor, pair[None, :, :, :] * 64 + col, is_value, ROUND)
-            sums += ((words << (24 - 8 * p)) >> 24).to(tl.float32) * values
-            values = _inputs(x + at[None, None, :], gain, factor, pair * 64 + 60 + p, is_pair, ROUND)
-            last_sums += ((last_words << (24 - 8 * p)) >> 24).to(tl.float32) * values
-        total += tl.where(i < 9, first_step[None, :, :, :], last_step[None, :, :, :]) * sums
-        rest += last_step * last_sums
-    return tl.trans(tl.sum(tl.sum(total, axis=1), axis=0) + tl.sum(rest, axis=0))
-
-
-@triton.jit
 def _mxfp4_rows(
     x, at, gain, eps, src, table, base, r,
     K: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, ROUND: tl.constexpr,
