@@ -29,7 +29,7 @@ from tests.pure.placement_models import make_shape
         ("blk.3.ffn_gate_tid2eid.weight", Role.LAYER, 3),
         ("token_embd.weight", Role.EMBED, None),
         ("token_embd_norm.weight", Role.EMBED, None),
-        ("per_layer_token_embd.weight", Role.EMBED, None),
+        ("per_layer_token_embd.weight", Role.LOOKUP, None),
         ("rope_freqs.weight", Role.EMBED, None),
         ("output.weight", Role.OUTPUT, None),
         ("output_norm.weight", Role.OUTPUT, None),

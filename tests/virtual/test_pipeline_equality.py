@@ -24,7 +24,17 @@ from overspill.quant.dequant import dequantize
 from overspill.quant.qtensor import QTensor
 from tests.helpers import pipe as helper
 from tests.helpers.covering import covering, pairs_of
-from tests.helpers.pipe import OPS, ORDERS_AND_POLICIES, Pipe, Shape, cut_waves, pipe, rare_delays, run_all
+from tests.helpers.pipe import (
+    EXACT_POLICIES,
+    OPS,
+    ORDERS_AND_POLICIES,
+    Pipe,
+    Shape,
+    cut_waves,
+    pipe,
+    rare_delays,
+    run_all,
+)
 from tests.helpers.plain import DATA, plain_model
 from tests.helpers.reference import reference_logits
 from tests.helpers.tiny_moe import N_EXPERT, N_LAYER, N_VOCAB, tiny_model, tiny_source
@@ -190,7 +200,7 @@ def test_fixture_models(name: str, shape: Shape, seed: int) -> None:
     ids, sizes = [(11 * i + 5) % 500 for i in range(19)], (8, 8, 3)
     model = plain_model(source)
     expected = reference_logits(model, cut_waves(ids, sizes, 1), n_cells=len(ids))
-    policies = Policy if model.hparams.n_expert else [Policy.ALL]
+    policies = EXACT_POLICIES if model.hparams.n_expert else [Policy.ALL]
     with pipe(source, shape, n_ubatch=8, n_ubatches=3, n_cells=len(ids), chaos_seed=seed) as p:
         for order, policy in ((o, q) for o in Order for q in policies):
             p.poison()
