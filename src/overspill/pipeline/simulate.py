@@ -21,11 +21,11 @@ _LAUNCH_US = 20.0
 _HAND_OFF_LATENCY_US = 20.0
 _CPU_EMBED_US = 0.1
 
-CPU_BESIDE_LINKS = 0.27
+_CPU_BESIDE_LINKS = 0.27
 """Of the rate at which the CPU reads memory alone, what its products of few tokens reach beside accelerators that read
 host memory too (measured: about 40 of 150 GB/s with 32 threads)."""
 
-CPU_AT_MOST = 0.8
+_CPU_AT_MOST = 0.8
 """Of the rate of a link: no CPU was seen to read more beside them, and rates of samples that caches hold mislead."""
 
 
@@ -187,8 +187,7 @@ class _Costs:
         shares = dict(self._schedule.shares[self._layout.layer_device[action.layer]])
         part = shares[party] / sum(shares.values())
         is_host = party == self._layout.host
-        cpu_gbps = min(self._machine.cpu_gbps * CPU_BESIDE_LINKS, CPU_AT_MOST * min(self._link_gbps))
-        gbps = cpu_gbps if is_host else self._link_gbps[party]
+        gbps = cpu_beside_links_gbps(self._machine, self._link_gbps) if is_host else self._link_gbps[party]
         return self._shape.expert_bytes(action.layer) * met * part / gbps / 1e3
 
     def _rate_gbps(self, device: int) -> float:
@@ -204,6 +203,11 @@ class _Costs:
         else:
             gflops = self._machine.devices[device].tflops * 1e3
         return max(flops / gflops / 1e3, weight_bytes / self._rate_gbps(device) / 1e3)
+
+
+def cpu_beside_links_gbps(machine: Machine, link_gbps: Iterable[float]) -> float:
+    """At what rate the CPU computes with weights that it reads while accelerators read over links of these rates."""
+    return min(machine.cpu_gbps * _CPU_BESIDE_LINKS, _CPU_AT_MOST * min(link_gbps))
 
 
 def _share_met(shape: ModelShape, n_tokens: int) -> float:

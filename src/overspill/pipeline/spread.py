@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from overspill.pipeline.schedule import Policy, WaveSchedule
-from overspill.pipeline.simulate import CPU_AT_MOST, CPU_BESIDE_LINKS
+from overspill.pipeline.simulate import cpu_beside_links_gbps
 from overspill.pipeline.split import Layout
 from overspill.placement.budget import KernelNeeds
 from overspill.placement.machine import Machine
@@ -31,7 +31,7 @@ def spread(machine: Machine, layout: Layout, schedule: WaveSchedule, needs: Kern
     owners = sorted({layout.layer_device[i] for i, slabs in enumerate(layout.slabs) if slabs})
     together = machine.h2d_total_gbps / len(owners)
     gbps = {i: min(machine.devices[i].h2d_gbps, together) for i in owners}
-    gbps[layout.host] = min(machine.cpu_gbps * CPU_BESIDE_LINKS, CPU_AT_MOST * min(gbps.values()))
+    gbps[layout.host] = cpu_beside_links_gbps(machine, gbps.values())
     shares = []
     for owner in range(layout.n_accelerators):
         others = [layout.host] if needs.spreads_alone else [p for p in gbps if p != owner]

@@ -198,8 +198,8 @@ class StepRunner:
             self._programs.clear()  # theirs is gone
         works: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)
         host: list[_HostWork] = []
-        for number, action in enumerate(listed):
-            self._list(number, action, letters, works, host, ubatch)
+        for action in listed:
+            self._list(action, letters, works, host, ubatch)
         self._letters.flags.fill_(self._n_steps)
         self._letters.fill_harmless(letters.values())
         recordings = {i: self._recording(i, works[i]) for i in sorted(works)}
@@ -210,7 +210,6 @@ class StepRunner:
 
     def _list(
         self,
-        number: int,
         action: Action,
         letters: dict[int, Letter],
         works: dict[int, list[Callable[[], None]]],

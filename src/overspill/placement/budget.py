@@ -95,11 +95,6 @@ def pinned_end_bytes(shape: ModelShape, sizes: ActivationBytes, n_ubatch: int) -
     return sizes.n_slots * (sizes.positions + max(1, sizes.expert_ids)) + logits_bytes(shape, n_ubatch)
 
 
-def spread_bytes(shape: ModelShape, n_tokens: int, n_ubatches: int, n_parties: int) -> int:
-    """Of one party: who computes which expert, for each ubatch of a wave, and what it says and hears of them."""
-    return n_ubatches * 4 * shape.n_expert + n_parties * 4 * shape.n_embd * n_tokens
-
-
 SLOT_PADDING: Final = 192
 """Bytes a slot has beyond its experts, because the parts of a slab start at aligned offsets."""
 
