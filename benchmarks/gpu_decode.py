@@ -50,8 +50,7 @@ def run(name: str, n_layer: int, **options: Any) -> list[dict[str, Any]]:
     """All measurements of one placement."""
     sizes = {"n_ctx": N_SLOTS * 640, "n_parallel": N_SLOTS, "n_ubatch": DEPTH, "n_wave": DEPTH}
     with LLM(synthetic("qwen3-30b-a3b", quant="Q8_0", n_layer=n_layer), **sizes, **options) as llm:
-        spread = llm.plan.spread
-        about = {"setup": name, "layers": n_layer, "shares": None if spread is None else spread.shares}
+        about = {"setup": name, "layers": n_layer, "shares": llm.plan.schedule_for(1).shares}
         one = measure(llm, Test(0, 64, DEPTH), 3)
         rows = [about | {"sequences": 1, "tokens_per_second": [round(x, 1) for x in one.samples_ts]}]
         return rows + [

@@ -46,6 +46,8 @@ NO_TORCH = [
     "pipeline/choose.py",
     "pipeline/slabs.py",
     "pipeline/host_budget.py",
+    "pipeline/parties.py",
+    "pipeline/spread.py",
     "models/describe.py",
     "needs.py",
     "gpu_memory.py",

@@ -123,16 +123,15 @@ class LLM:
                 self.plan = self.plan.without_spread()
             parts = (loaded.model, layout, memory, loaded.host_experts, cpu.OPS, loaded.rings)
             tables = [ops_of(device) for device in self.devices.all]
-            shares = () if self.plan.spread is None else self.plan.spread.shares
             steps = None
             if StepRunner.serves(self.devices, layout, self.hparams):
-                step_work = StepWork(*parts, tables=tables, shares=shares)
+                step_work = StepWork(*parts, tables=tables)
                 steps = StepRunner(self.devices, layout, memory, step_work, tables, self.n_threads)
             self.runner = Runner(
                 self.devices,
                 layout,
                 memory,
-                Work(*parts, tables=tables, shares=shares),
+                Work(*parts, tables=tables),
                 max_in_flight=self.plan.max_in_flight,
                 waits_on_host=self.options.force_xdev_sync,
                 steps=steps,

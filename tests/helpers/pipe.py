@@ -259,17 +259,16 @@ def pipe(
             )
         parts = (loaded.model, layout, memory, loaded.host_experts, OPS, loaded.rings)
         tables = [*[ops] * shape.n_devices, OPS]
-        shares = shares_of(shape.n_devices)
         steps = None
         if n_trials:
-            step_work = StepWork(*parts, tables=tables, shares=shares)
+            step_work = StepWork(*parts, tables=tables)
             assert StepRunner.serves(devices, layout, hp)
             steps = StepRunner(devices, layout, memory, step_work, tables, n_threads=2)
         runner = Runner(
             devices,
             layout,
             memory,
-            Work(*parts, tables=tables, shares=shares),
+            Work(*parts, tables=tables),
             max_in_flight=max_in_flight,
             waits_on_host=waits_on_host,
             steps=steps,

@@ -10,6 +10,7 @@ import pytest
 
 from overspill.errors import UserError
 from overspill.placement.machine import DeviceSpec, Machine
+from overspill.placement.rates import PartyRates
 from tests.pure.placement_models import GIB, make_machine
 
 RECORD: dict[str, Any] = {
@@ -38,6 +39,47 @@ def test_from_json(tmp_path: Path) -> None:
     assert machine.host_index == 2
     assert Machine.from_json(write(tmp_path, {**RECORD, "cpu_gflops": 800})).cpu_gflops == 800
     assert Machine.from_json(write(tmp_path, {**RECORD, "devices": []})).devices == ()
+
+
+PARTY_RATES = {
+    "n_tokens": 4,
+    "links_gbps": [48, 25],
+    "links_beside_cpu_gbps": [44.5, 22],
+    "cpu_gbps": 38,
+    "cpu_call_us": 30,
+}
+
+
+def test_rates_of_parties_from_json_are_written_as_they_are_read(tmp_path: Path) -> None:
+    records = [{**PARTY_RATES, "n_tokens": n} for n in (1, 4)]
+    machine = Machine.from_json(write(tmp_path, {**RECORD, "party_rates": records}))
+    assert machine.party_rates[1] == PartyRates(4, (48, 25), (44.5, 22), 38, 30)
+    assert [rates.as_record() for rates in machine.party_rates] == records
+    swapped = machine.select("cuda:1,cuda:0").party_rates[0]
+    assert (swapped.links_gbps, swapped.links_beside_cpu_gbps) == ((25, 48), (22, 44.5))
+    assert machine.select("cuda:1").party_rates[0].links_gbps == (25,)
+    assert machine.select("none").party_rates == ()
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"party_rates": {}}, "party_rates is {}; give a list"),
+        ({"party_rates": [5]}, "party_rates[0] is 5"),
+        ({"party_rates": [{}]}, "party_rates[0].n_tokens is missing"),
+        ({"party_rates": [{**PARTY_RATES, "n_tokens": 0}]}, "party_rates[0].n_tokens is 0"),
+        ({"party_rates": [{**PARTY_RATES, "links_gbps": [1.0]}]}, "links_gbps has 1 rates for 2 devices"),
+        ({"party_rates": [{**PARTY_RATES, "links_gbps": [1.0, 0]}]}, "party_rates[0].links_gbps is [1.0, 0]"),
+        ({"party_rates": [{**PARTY_RATES, "links_beside_cpu_gbps": 5}]}, "links_beside_cpu_gbps is 5"),
+        ({"party_rates": [{**PARTY_RATES, "cpu_gbps": "slow"}]}, "party_rates[0].cpu_gbps is 'slow'"),
+        ({"party_rates": [PARTY_RATES, PARTY_RATES]}, "party_rates[1].n_tokens is 4; give ascending numbers"),
+    ],
+)
+def test_bad_rates_of_parties(tmp_path: Path, more: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError) as error:
+        Machine.from_json(write(tmp_path, {**RECORD, **more}))
+    assert named in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:

@@ -42,8 +42,8 @@ class Plan:
     """Everything decided before loading.
 
     schedule: of prompts whose experts all go up. policy: what the user chose, None where the plan chooses per wave.
-    min_upload_tokens: waves of at least so many tokens send all experts up, smaller ones do what costs least. spread:
-    of waves of at most `n_spread_tokens`, whose experts are shared out; None where they cannot be.
+    min_upload_tokens: waves of at least so many tokens send all experts up, smaller ones do what costs least.
+    n_spread_tokens: most tokens whose experts are shared out, 0 where they cannot be. spreads_alone: see `KernelNeeds`.
     """
 
     shape: ModelShape
@@ -56,12 +56,12 @@ class Plan:
     max_in_flight: int
     reference: WaveShape
     predicted: Prediction
-    spread: WaveSchedule | None = None
     n_spread_tokens: int = 0
+    spreads_alone: bool = False
 
     def without_spread(self) -> Plan:
         """For experts that accelerators cannot read themselves, because not all of them could be pinned."""
-        return replace(self, spread=None, n_spread_tokens=0)
+        return replace(self, n_spread_tokens=0)
 
     @property
     def predicted_tokens_per_second(self) -> float:
@@ -74,8 +74,8 @@ class Plan:
 
     def schedule_for(self, n_tokens: int) -> WaveSchedule:
         """How a wave of so many tokens runs."""
-        if self.spread is not None and n_tokens <= self.n_spread_tokens and self.policy in (None, Policy.SPREAD):
-            return self.spread
+        if n_tokens <= self.n_spread_tokens and self.policy in (None, Policy.SPREAD):
+            return self._spread_for(n_tokens)
         if self.policy is not None and self.policy is not Policy.SPREAD:
             return replace(self.schedule, policy=self.policy)
         if not self.has_host_experts or n_tokens >= self.min_upload_tokens:
@@ -84,6 +84,17 @@ class Plan:
         if bucket not in self._cheapest:
             self._cheapest[bucket] = _cheapest(self, bucket)
         return self._cheapest[bucket]
+
+    def _spread_for(self, n_tokens: int) -> WaveSchedule:
+        if n_tokens not in self._spread:
+            how = (self.shape, self.machine, self.layout, self.schedule, n_tokens)
+            self._spread[n_tokens] = spread(*how, spreads_alone=self.spreads_alone)
+        return self._spread[n_tokens]
+
+    @cached_property
+    def _spread(self) -> dict[int, WaveSchedule]:
+        """The schedules with shares found so far, by number of tokens."""
+        return {}
 
     @cached_property
     def _cheapest(self) -> dict[int, WaveSchedule]:
@@ -166,7 +177,7 @@ def _plan(
     plan = Plan(shape, machine, placement, layout, schedule, policy, min_upload, in_flight, reference, predicted)
     n_tokens = n_spread_tokens(shape, layout, placement, needs)
     if n_tokens:
-        return replace(plan, spread=spread(machine, layout, schedule, needs), n_spread_tokens=n_tokens)
+        return replace(plan, n_spread_tokens=n_tokens, spreads_alone=needs.spreads_alone)
     if policy is Policy.SPREAD and any(layout.slabs):
         raise UserError(
             "--policy spread: needs GPUs, experts of whole layers in host RAM, and slots that hold those of a token"

@@ -29,6 +29,9 @@ from overspill.pipeline.ledger import Resource, StreamId
 from overspill.pipeline.split import N_TILES, Layout, Split, SplitKind, cut
 from overspill.placement.budget import N_LOGIT_BUFFERS
 
+Shares = tuple[tuple[int, int], ...]
+"""Who computes the experts of a layer, the owner first, and the weight of each."""
+
 
 class Order(StrEnum):
     """The schedules."""
@@ -78,7 +81,7 @@ class Action:
 
     layer, last_layer: the layers computed. slab: index into the layer's slabs. slot: staging slot (or logits buffer
     of OUTPUT and DOWNLOAD). source: where a hand-off comes from. chunk: which rows of the outputs, or which tile of a
-    hand-off through the host.
+    hand-off through the host. shares: of DIVIDE.
     """
 
     verb: Verb
@@ -92,6 +95,7 @@ class Action:
     slot: int = -1
     source: int = -1
     chunk: int = -1
+    shares: Shares = ()
 
     @property
     def device(self) -> int:
@@ -116,15 +120,14 @@ class WaveSchedule:
     """How waves are run.
 
     widen: dequantise each staged slab once, before the ubatches use it (devices whose kernels want that).
-    shares: for SPREAD, by the number of the device that owns a layer: who computes its experts, the owner first, and
-    the weight of each.
+    shares: for SPREAD, by the number of the device that owns a layer.
     """
 
     order: Order
     policy: Policy = Policy.ALL
     n_staging_slots: int = 2
     widen: bool = False
-    shares: tuple[tuple[tuple[int, int], ...], ...] = ()
+    shares: tuple[Shares, ...] = ()
 
 
 def actions(
@@ -273,9 +276,11 @@ class _Emitter:
         """The owner tells the others what to compute, does its own part meanwhile, and adds what they say."""
         yield from self._attend(split, m)
         owner, layer = split.device, split.first
-        helpers = [party for party, _ in self._schedule.shares[owner][1:]]
+        shares = self._schedule.shares[owner]
+        helpers = [party for party, _ in shares[1:]]
         routed = tuple((name, owner, m) for name in ("route", "who"))
-        yield Action(Verb.DIVIDE, StreamId(owner, Lane.COMPUTE), routed[:1], routed[1:], layer=layer, ubatch=m)
+        stream = StreamId(owner, Lane.COMPUTE)
+        yield Action(Verb.DIVIDE, stream, routed[:1], routed[1:], layer=layer, ubatch=m, shares=shares)
         for p in helpers:
             told = tuple((name, p, m) for name in ("route", "who"))
             yield self._pass(owner, p, m, routed, told)
@@ -286,7 +291,7 @@ class _Emitter:
         for p, there in zip(helpers, heard, strict=True):
             yield self._pass(p, owner, m, (("y", p),), (there,))
         if helpers:
-            yield Action(Verb.ADD, StreamId(owner, Lane.COMPUTE), (x, *heard), (x,), layer=layer, ubatch=m)
+            yield Action(Verb.ADD, stream, (x, *heard), (x,), layer=layer, ubatch=m)
 
     def _share(self, party: int, layer: int, m: int, added_to: tuple[Resource, ...], out: Resource) -> Action:
         room: tuple[Resource, ...] = () if party == self._layout.host else (("slot", party, 0),)

@@ -12,22 +12,14 @@ from dataclasses import dataclass
 
 from overspill.device.lane import Lane
 from overspill.pipeline.ledger import Ledger, StreamId
+from overspill.pipeline.parties import HAND_OFF_US, n_experts_met, parties_of
 from overspill.pipeline.schedule import Action, Order, Policy, Verb, WaveSchedule, actions
 from overspill.pipeline.split import Layout
 from overspill.placement.machine import Machine
 from overspill.placement.shape import ModelShape
 
 _LAUNCH_US = 20.0
-_HAND_OFF_LATENCY_US = 20.0
 _CPU_EMBED_US = 0.1
-
-_CPU_BESIDE_LINKS = 0.27
-"""Of the rate at which the CPU reads memory alone, what its products of few tokens reach beside accelerators that read
-host memory too (measured: about 40 of 150 GB/s with 32 threads)."""
-
-_CPU_AT_MOST = 0.8
-"""Of the rate of a link: no CPU was seen to read more beside them, and rates of samples that caches hold mislead."""
-
 
 _LAUNCHED = frozenset({Verb.LAYERS, Verb.ATTEND, Verb.EXPERTS, Verb.WIDEN, Verb.SHARE})
 
@@ -103,9 +95,9 @@ class _Costs:
             case Verb.UPLOAD:
                 return self._upload_us(action)
             case Verb.HAND_OFF:
-                return _HAND_OFF_LATENCY_US + self._hand_off_us(action)
+                return HAND_OFF_US + self._hand_off_us(action)
             case Verb.HAND_DOWN | Verb.HAND_UP:
-                return _HAND_OFF_LATENCY_US + self._tile_us(action)
+                return HAND_OFF_US + self._tile_us(action)
             case Verb.LAYERS | Verb.ATTEND:
                 layers = range(action.layer, max(action.last_layer, action.layer + 1))
                 return _LAUNCH_US + sum(self._layer_us(action, i) for i in layers)
@@ -124,7 +116,7 @@ class _Costs:
             case Verb.EMBED:
                 return _CPU_EMBED_US * self._wave.n_tokens[action.ubatch]
             case _:
-                return _HAND_OFF_LATENCY_US
+                return HAND_OFF_US
 
     def _n_experts_in(self, action: Action) -> float:
         slab = self._layout.slabs[action.layer][action.slab]
@@ -181,14 +173,17 @@ class _Costs:
         return self._compute_us(action.device, flops, self._shape.expert_bytes(action.layer) * met * share)
 
     def _share_us(self, action: Action) -> float:
-        """A party's part of the experts met, read from host memory."""
-        met = _share_met(self._shape, self._wave.n_tokens[action.ubatch])
-        party = action.device
-        shares = dict(self._schedule.shares[self._layout.layer_device[action.layer]])
-        part = shares[party] / sum(shares.values())
-        is_host = party == self._layout.host
-        gbps = cpu_beside_links_gbps(self._machine, self._link_gbps) if is_host else self._link_gbps[party]
-        return self._shape.expert_bytes(action.layer) * met * part / gbps / 1e3
+        """A party's part of the experts met, read from host memory; its letters are hand-offs of their own."""
+        owner, party = self._layout.layer_device[action.layer], action.device
+        shares = dict(self._schedule.shares[owner])
+        n_tokens, n_expert = self._wave.n_tokens[action.ubatch], self._shape.n_expert
+        expert_bytes = self._shape.expert_bytes(action.layer) / n_expert
+        helpers = [p for p in shares if p != owner]
+        readers = {*shares} - {self._layout.host}
+        parties = parties_of(self._machine, owner, helpers, readers, n_tokens, expert_bytes)
+        n_met = n_experts_met(n_expert, self._shape.n_expert_used, n_tokens)
+        (mine,) = (p for p in parties if p.number == party)
+        return mine.work_us(n_met * shares[party] / sum(shares.values()))
 
     def _rate_gbps(self, device: int) -> float:
         """Bandwidth at which a device reads its own weights; if not measured, 1 byte per 160 FLOP of its products."""
@@ -205,16 +200,9 @@ class _Costs:
         return max(flops / gflops / 1e3, weight_bytes / self._rate_gbps(device) / 1e3)
 
 
-def cpu_beside_links_gbps(machine: Machine, link_gbps: Iterable[float]) -> float:
-    """At what rate the CPU computes with weights that it reads while accelerators read over links of these rates."""
-    return min(machine.cpu_gbps * _CPU_BESIDE_LINKS, _CPU_AT_MOST * min(link_gbps))
-
-
 def _share_met(shape: ModelShape, n_tokens: int) -> float:
     """Share of the experts that at least one of `n_tokens` picks, if they pick uniformly."""
-    if shape.n_expert == 0:
-        return 0.0
-    return 1.0 - (1.0 - shape.n_expert_used / shape.n_expert) ** n_tokens
+    return n_experts_met(shape.n_expert, shape.n_expert_used, n_tokens) / max(1, shape.n_expert)
 
 
 @dataclass(frozen=True)

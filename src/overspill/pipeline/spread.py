@@ -1,14 +1,11 @@
-"""Whether and how the host experts of a few tokens are shared out among the CPU and the accelerators.
-
-Each party's weight is the rate at which it can read host memory while the others do the same. Pure.
-"""
+"""Whether and how the host experts of a few tokens are shared out among the CPU and the accelerators. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from overspill.pipeline.schedule import Policy, WaveSchedule
-from overspill.pipeline.simulate import cpu_beside_links_gbps
+from overspill.pipeline.parties import Party, divided, n_experts_met, parties_of, slowest_us
+from overspill.pipeline.schedule import Policy, Shares, WaveSchedule
 from overspill.pipeline.split import Layout
 from overspill.placement.budget import KernelNeeds
 from overspill.placement.machine import Machine
@@ -26,15 +23,44 @@ def n_spread_tokens(shape: ModelShape, layout: Layout, placement: Placement, nee
     return min(needs.n_spread_tokens, fits)
 
 
-def spread(machine: Machine, layout: Layout, schedule: WaveSchedule, needs: KernelNeeds) -> WaveSchedule:
-    """The schedule with everybody's weight, by owner of a layer."""
-    owners = sorted({layout.layer_device[i] for i, slabs in enumerate(layout.slabs) if slabs})
-    together = machine.h2d_total_gbps / len(owners)
-    gbps = {i: min(machine.devices[i].h2d_gbps, together) for i in owners}
-    gbps[layout.host] = cpu_beside_links_gbps(machine, gbps.values())
-    shares = []
+def spread(
+    shape: ModelShape, machine: Machine, layout: Layout, schedule: WaveSchedule, n_tokens: int, *, spreads_alone: bool
+) -> WaveSchedule:
+    """The schedule with the shares of everybody, by owner of a layer, for waves of so many tokens.
+
+    spreads_alone: see `KernelNeeds`.
+    """
+    owners = _owners(layout)
+    shares: list[Shares] = []
     for owner in range(layout.n_accelerators):
-        others = [layout.host] if needs.spreads_alone else [p for p in gbps if p != owner]
-        taking = [owner, *others] if owner in gbps else []
-        shares.append(tuple((p, max(1, round(gbps[p]))) for p in taking))
+        others = () if spreads_alone else tuple(p for p in owners if p != owner)
+        layers = [i for i, slabs in enumerate(layout.slabs) if slabs and layout.layer_device[i] == owner]
+        if layers:
+            expert_bytes = sum(shape.expert_bytes(i) for i in layers) / len(layers) / shape.n_expert
+            shares.append(_shares(shape, machine, owner, others, n_tokens, expert_bytes))
+        else:
+            shares.append(())
     return replace(schedule, policy=Policy.SPREAD, shares=tuple(shares))
+
+
+def _owners(layout: Layout) -> list[int]:
+    return sorted({layout.layer_device[i] for i, slabs in enumerate(layout.slabs) if slabs})
+
+
+def _shares(
+    shape: ModelShape, machine: Machine, owner: int, others: tuple[int, ...], n_tokens: int, expert_bytes: float
+) -> Shares:
+    """By links alone, or with the CPU where that is sooner: its reading slows the links down."""
+    n_experts = max(1, round(n_experts_met(shape.n_expert, shape.n_expert_used, n_tokens)))
+    readers = (owner, *others)
+    links = parties_of(machine, owner, others, readers, n_tokens, expert_bytes)
+    everybody = parties_of(machine, owner, (*others, machine.host_index), readers, n_tokens, expert_bytes)
+    by_links, by_all = divided(links, n_experts), divided(everybody, n_experts)
+    has_cpu_part = by_all[-1] > 0 and slowest_us(everybody, by_all) < slowest_us(links, by_links)
+    return _taking_part(everybody, by_all) if has_cpu_part else _taking_part(links, by_links)
+
+
+def _taking_part(parties: list[Party], counts: list[int]) -> Shares:
+    """The owner, and whoever else gets an expert."""
+    (owner, *helpers), (first, *others) = parties, counts
+    return ((owner.number, first), *((p.number, n) for p, n in zip(helpers, others, strict=True) if n))

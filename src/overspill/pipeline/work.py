@@ -14,7 +14,7 @@ import torch
 
 from overspill.cache.kv import KvCache
 from overspill.device.base import Buffer, Stream
-from overspill.kernels import Ops, Shares
+from overspill.kernels import Ops
 from overspill.models.base import Model, Routing, UbatchView, forward_layer
 from overspill.pipeline.history import TokenHistory
 from overspill.pipeline.ledger import Resource
@@ -32,7 +32,7 @@ Angles = dict[Hashable, tuple[torch.Tensor, torch.Tensor]]
 class Work:
     """The verbs over one model's memory.
 
-    host_ops: kernels of the CPU; tables: of the devices, by number. shares: see `WaveSchedule`.
+    host_ops: kernels of the CPU; tables: of the devices, by number.
     """
 
     def __init__(
@@ -45,7 +45,6 @@ class Work:
         rings: Mapping[int, PinnedRing],
         *,
         tables: Sequence[Ops] = (),
-        shares: Sequence[Shares] = (),
     ) -> None:
         self._model = model
         self._layout = layout
@@ -54,7 +53,6 @@ class Work:
         self._host_ops = host_ops
         self._rings = rings
         self._tables = tables
-        self._shares = shares
         sizes = memory.sizes
         self._history = TokenHistory(model.hparams.n_before, n_slots=sizes.n_slots, n_cells=sizes.n_cells)
         self._slab_ids: dict[tuple[int, int], Sequence[int]] = {}
@@ -205,7 +203,7 @@ class Work:
 
         def body() -> None:
             who = self._one(("who", action.device, action.ubatch)).tensor[0]
-            divide(self._routing(action, ubatch).ids, self._shares[action.device], who)
+            divide(self._routing(action, ubatch).ids, action.shares, who)
 
         return body
 

@@ -7,14 +7,14 @@ Devices are numbered in pipeline order; the number after the last one means the 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
 from overspill.errors import UserError
+from overspill.placement.fields import checked
+from overspill.placement.rates import PartyRates, party_rates_from
 
 HOST: Final = "host"
 
@@ -49,7 +49,8 @@ class Machine:
     host_bytes: memory that weights may take. h2d_total_gbps: all links at once. peer_gbps: device to device.
     cpu_gbps: weights that the CPU's kernels read for one token. cpu_gflops: their products for many. call_us: a call of
     one op, whatever it computes. issue_us: host time to launch the work of one split on a device. failing_pairs: names
-    (source, target) of devices between which direct copies do not arrive.
+    (source, target) of devices between which direct copies do not arrive. party_rates: what links and CPU read while
+    they share the experts of few tokens, by number of tokens, ascending; empty: not measured.
     """
 
     host_bytes: int
@@ -61,6 +62,7 @@ class Machine:
     call_us: float = 0.0
     issue_us: float = 0.0
     failing_pairs: frozenset[tuple[str, str]] = frozenset()
+    party_rates: tuple[PartyRates, ...] = ()
 
     @property
     def host_index(self) -> int:
@@ -90,8 +92,13 @@ class Machine:
         if devices == "auto":
             return self
         if devices == "none":
-            return replace(self, devices=())
-        return replace(self, devices=tuple(self._named(name.strip()) for name in devices.split(",")))
+            return replace(self, devices=(), party_rates=())
+        chosen = [self._numbered(name.strip()) for name in devices.split(",")]
+        return replace(
+            self,
+            devices=tuple(self.devices[i] for i in chosen),
+            party_rates=tuple(rates.of_devices(chosen) for rates in self.party_rates),
+        )
 
     def capped(self, caps: tuple[int, ...] | None) -> Machine:
         """The machine as `--device-memory` limits it: one cap for all devices or one each, in bytes."""
@@ -102,16 +109,16 @@ class Machine:
             raise UserError(f"--device-memory has {len(caps)} sizes for {len(self.devices)} devices; give one each")
         return replace(self, devices=tuple(_capped(d, cap) for d, cap in zip(self.devices, each, strict=True)))
 
-    def _named(self, name: str) -> DeviceSpec:
+    def _numbered(self, name: str) -> int:
         index = self.find(name)
         if index is None or index == self.host_index:
             raise UserError(f"-dev {name}: no such device; there are {', '.join(self.names[:-1]) or 'none'}")
-        return self.devices[index]
+        return index
 
     @classmethod
     def from_json(cls, path: str | Path) -> Machine:
-        """Read a machine from a file with exactly the fields of this class (`cpu_gflops` optional) and of
-        `DeviceSpec` (without `reserve_bytes`). `UserError` naming file and field."""
+        """Read a machine from a file with the fields of this class (`cpu_gflops`, `issue_us` and `party_rates`
+        optional; no others that have defaults) and of `DeviceSpec` (likewise). `UserError` naming file and field."""
         try:
             record = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -135,17 +142,12 @@ _MACHINE_FIELDS: Final = {
     "peer_gbps": float,
     "cpu_gbps": float,
 }
+_OPTIONAL_FIELDS: Final = {"cpu_gflops": float, "issue_us": float, "party_rates": list}
 _DEVICE_FIELDS: Final = {"name": str, "total_bytes": int, "free_bytes": int, "h2d_gbps": float, "tflops": float}
-_EXPECTED: Final = {
-    int: "a whole number of at least 0",
-    float: "a number above 0",
-    str: "a name",
-    list: "a list of devices",
-}
 
 
 def _machine_from(record: Any, path: str) -> Machine:
-    fields = _checked(record, path, "", _MACHINE_FIELDS, {"cpu_gflops": float, "issue_us": float})
+    fields = checked(record, path, "", _MACHINE_FIELDS, _OPTIONAL_FIELDS)
     devices = tuple(_device_from(d, path, f"devices[{i}].") for i, d in enumerate(fields["devices"]))
     for i, device in enumerate(devices):
         if _plain(device.name) in _HOST_NAMES or device.name in (d.name for d in devices[:i]):
@@ -158,11 +160,12 @@ def _machine_from(record: Any, path: str) -> Machine:
         cpu_gbps=fields["cpu_gbps"],
         cpu_gflops=fields.get("cpu_gflops", Machine.cpu_gflops),
         issue_us=fields.get("issue_us", GPU_ISSUE_US),
+        party_rates=party_rates_from(fields.get("party_rates", []), path, len(devices)),
     )
 
 
 def _device_from(record: Any, path: str, where: str) -> DeviceSpec:
-    fields = _checked(record, path, where, _DEVICE_FIELDS, {})
+    fields = checked(record, path, where, _DEVICE_FIELDS, {})
     total_bytes, free_bytes = fields["total_bytes"], fields["free_bytes"]
     if free_bytes > total_bytes:
         raise UserError(f"{path}: {where}free_bytes {free_bytes} is above total_bytes {total_bytes}")
@@ -173,32 +176,3 @@ def _device_from(record: Any, path: str, where: str) -> DeviceSpec:
         h2d_gbps=fields["h2d_gbps"],
         tflops=fields["tflops"],
     )
-
-
-def _checked(
-    record: Any, path: str, where: str, required: Mapping[str, type], optional: Mapping[str, type]
-) -> dict[str, Any]:
-    """The fields of one JSON object, all known, present and of the right kind; `where` leads their names."""
-    if not isinstance(record, dict):
-        raise UserError(f"{path}: {where.rstrip('.') or 'the file'} is {record!r}; give an object with named fields")
-    for name in record:
-        if name not in required and name not in optional:
-            raise UserError(f"{path}: unknown field {where}{name}; known are {', '.join({**required, **optional})}")
-    for name in required:
-        if name not in record:
-            raise UserError(f"{path}: field {where}{name} is missing")
-    kinds = {**required, **optional}
-    for name, value in record.items():
-        if not _is_valid(value, kinds[name]):
-            raise UserError(f"{path}: {where}{name} is {value!r}; give {_EXPECTED[kinds[name]]}")
-    return record
-
-
-def _is_valid(value: Any, kind: type) -> bool:
-    if kind is int:
-        return type(value) is int and value >= 0
-    if kind is float:
-        return type(value) in (int, float) and math.isfinite(value) and value > 0
-    if kind is str:
-        return isinstance(value, str) and bool(value.strip())
-    return isinstance(value, kind)

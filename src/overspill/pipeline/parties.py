@@ -1,0 +1,89 @@
+"""Who reads how many of the host experts that few tokens meet, so that all are done soonest. Pure.
+
+Experts of a layer are alike, so a part takes a fixed time plus so much for each expert. Handing out one expert after
+the other, each to the party that would be done with it first, gives the least possible time of the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from overspill.placement.machine import Machine
+from overspill.placement.rates import PartyRates
+
+HAND_OFF_US = 20.0
+"""A letter's way from one party to another."""
+
+_CPU_BESIDE_LINKS = 0.27
+"""Of the rate at which the CPU reads memory alone, what its products of few tokens reach beside accelerators that read
+host memory too, where that was not measured (once it was: about 40 of 150 GB/s with 32 threads)."""
+
+_CPU_AT_MOST = 0.8
+"""Of the rate of a link, likewise: rates of samples that caches hold mislead."""
+
+
+class Party(NamedTuple):
+    """A device, or the host, by number. Microseconds: of letters to it and back; of its part before the first expert;
+    of each expert."""
+
+    number: int
+    letters_us: float
+    fixed_us: float
+    expert_us: float
+
+    def work_us(self, n_experts: float) -> float:
+        """What so many experts take it; nothing where there are none."""
+        return self.fixed_us + n_experts * self.expert_us if n_experts else 0.0
+
+    def done_us(self, n_experts: float) -> float:
+        """When the owner has its answer."""
+        return self.letters_us + self.work_us(n_experts) if n_experts else 0.0
+
+
+def divided(parties: Sequence[Party], n_experts: int) -> list[int]:
+    """Experts of each party, so that the last one is done soonest; the first of equals gets more."""
+    counts = [0] * len(parties)
+    for _ in range(n_experts):
+        soonest = min(range(len(parties)), key=lambda i: parties[i].done_us(counts[i] + 1))
+        counts[soonest] += 1
+    return counts
+
+
+def slowest_us(parties: Sequence[Party], counts: Sequence[float]) -> float:
+    """When the last one is done."""
+    return max(party.done_us(n) for party, n in zip(parties, counts, strict=True))
+
+
+def parties_of(
+    machine: Machine, owner: int, helpers: Collection[int], readers: Collection[int], n_tokens: int, expert_bytes: float
+) -> list[Party]:
+    """The owner of a layer, first, and those that help it, as they fare while all of `readers` read at once.
+
+    Whether the host is among the helpers decides which of the measured rates hold.
+    """
+    rates, host = rates_for(machine, readers, n_tokens), machine.host_index
+    links = rates.links_beside_cpu_gbps if host in helpers else rates.links_gbps
+    parties = []
+    for number in (owner, *helpers):
+        gbps = rates.cpu_gbps if number == host else links[number]
+        letters = 0.0 if number == owner else 2 * HAND_OFF_US
+        fixed = rates.cpu_call_us if number == host else 0.0
+        parties.append(Party(number, letters, fixed, expert_bytes / gbps / 1e3))
+    return parties
+
+
+def rates_for(machine: Machine, readers: Collection[int], n_tokens: int) -> PartyRates:
+    """The measured rates at so many tokens or the next more; without any, what is likely for these readers."""
+    if machine.party_rates:
+        enough = (rates for rates in machine.party_rates if rates.n_tokens >= n_tokens)
+        return next(enough, machine.party_rates[-1])
+    together = machine.h2d_total_gbps / max(1, len(readers))
+    links = tuple(min(device.h2d_gbps, together) for device in machine.devices)
+    cpu = min(machine.cpu_gbps * _CPU_BESIDE_LINKS, _CPU_AT_MOST * min(links))
+    return PartyRates(n_tokens, links, links, cpu, machine.call_us)
+
+
+def n_experts_met(n_expert: int, n_used: int, n_tokens: int) -> float:
+    """Experts of a layer that at least one of so many tokens picks, if they pick uniformly: the mean."""
+    return n_expert * (1.0 - (1.0 - n_used / n_expert) ** n_tokens) if n_expert else 0.0
