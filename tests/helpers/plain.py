@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from overspill.pipeline.split import Layout
 from overspill.pipeline.weights import load
 
 DATA = Path(__file__).parents[1] / "data"
-SHARED = Path(__file__).parents[3] / "shared" / "fixtures"
+SHARED = Path(os.environ.get("OVERSPILL_FIXTURES", Path(__file__).parents[3] / "shared" / "fixtures"))
 
 
 def plain_model(source: ModelSource, ops: Ops = ref.OPS) -> Model:

@@ -1,4 +1,5 @@
-"""Virtual devices that record: a recording is a list of work, run again in stream order, with what it needs of ops.
+"""Recordings that are lists of work, done again each time: on virtual devices, with what that needs of ops; and on
+GPUs, where they tell what a graph has kept from what each step computes.
 
 Recorded work names no buffers, so what it touches is not checked: that the letters between devices are order enough
 shows in the results, under chaos.
@@ -13,15 +14,13 @@ from unittest.mock import patch
 
 import torch
 
-from overspill.device.base import Device, Recording, running_on
+from overspill.device.base import Device, Recording, Stream, running_on
 from overspill.device.virtual import VirtualDevice, VirtualStream
 from overspill.kernels import Mail, Ops, Steps
 from overspill.kernels.numba.mail import look_for_flags, raise_flags
 from overspill.kernels.ref import OPS
 from overspill.models.base import UbatchView
 from overspill.models.rope import Rope
-
-_STEP_LABELS = ("step", "first step")
 
 
 class _List(Recording):
@@ -35,18 +34,14 @@ class _List(Recording):
 
 
 @contextmanager
-def recording() -> Iterator[None]:
-    """While it lasts, virtual devices can record."""
+def issuing(device_class: type[Device], stream_class: type[Stream]) -> Iterator[None]:
+    """While it lasts, such devices issue what they would have recorded, every time it is asked for."""
 
     def record(self: Device, works: Iterable[Callable[[], None]], *, kept: Sequence[object] = ()) -> _List:
         return _List(works)
 
-    def replay(self: VirtualStream, recorded: _List, *, label: str) -> None:
+    def replay(self: Stream, recorded: _List, *, label: str) -> None:
         self.launch(recorded.run, label=label)
-
-    def run(self: VirtualStream, work: Callable[[], None], reads: object, writes: object) -> None:
-        with running_on(self.device):
-            work()
 
     def angles(self: UbatchView, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
         """Layers share them within a step; a list of work has no other way to begin the next one without them."""
@@ -54,9 +49,23 @@ def recording() -> Iterator[None]:
 
     with (
         patch.object(UbatchView, "angles", angles),
+        patch.object(device_class, "record_host", record),
+        patch.object(stream_class, "replay", replay),
+    ):
+        yield
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """While it lasts, virtual devices can record."""
+
+    def run(self: VirtualStream, work: Callable[[], None], reads: object, writes: object) -> None:
+        with running_on(self.device):
+            work()
+
+    with (
+        issuing(VirtualDevice, VirtualStream),
         patch.object(VirtualDevice, "can_record", True),
-        patch.object(VirtualDevice, "record_host", record),
-        patch.object(VirtualStream, "replay", replay),
         patch.object(VirtualStream, "_run_work", run),
     ):
         yield
@@ -85,12 +94,11 @@ def _attend(
     chunk: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    assert window is None
-    assert chunk is None
     rows = []
     for t, (slot, position) in enumerate(zip(*(x.tolist() for x in steps), strict=True)):
-        cells = slice(0, position + 1)
-        rows.append(OPS.attention(q[t : t + 1], k[slot, :, cells], v[slot, :, cells], scale=scale, sinks=sinks))
+        cells = slice(0 if chunk is None else position // chunk * chunk, position + 1)
+        heads = q[t : t + 1], k[slot, :, cells], v[slot, :, cells]
+        rows.append(OPS.attention(*heads, scale=scale, window=window, sinks=sinks))
     return torch.cat(rows)
 
 
