@@ -16,7 +16,8 @@ import torch
 
 from overspill.device.base import Device, Recording, Stream, running_on
 from overspill.device.virtual import VirtualDevice, VirtualStream
-from overspill.kernels import Mail, Ops, Steps
+from overspill.kernels import Mail, Ops, Steps, Term
+from overspill.kernels.mail import room
 from overspill.kernels.numba.mail import look_for_flags, raise_flags
 from overspill.kernels.ref import OPS
 from overspill.models.base import UbatchView
@@ -102,24 +103,45 @@ def _attend(
     return torch.cat(rows)
 
 
+def _boxes(box: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The boxes of parts, as words."""
+    found, at = [], 0
+    for n in (part.numel() * part.element_size() // 4 for part in parts):
+        found.append(box[at : at + n])
+        at += room(n)
+    return found
+
+
+def _wait(step: torch.Tensor, flags: torch.Tensor, late: torch.Tensor) -> None:
+    if not any(look_for_flags(flags.data_ptr(), len(flags), int(step)) for _ in range(1000)):
+        late.fill_(int(step))
+
+
 def _put(step: torch.Tensor, parts: Sequence[torch.Tensor], box: torch.Tensor, flags: torch.Tensor) -> None:
-    words = [part.view(-1).view(torch.int32) for part in parts]
-    box[: sum(map(len, words))].copy_(torch.cat(words))
+    for part, letter in zip(parts, _boxes(box, parts), strict=True):
+        letter.copy_(part.view(-1).view(torch.int32))
     raise_flags(flags.data_ptr(), len(flags), int(step))
 
 
 def _take(
     step: torch.Tensor, parts: Sequence[torch.Tensor], box: torch.Tensor, flags: torch.Tensor, late: torch.Tensor
 ) -> None:
-    if not any(look_for_flags(flags.data_ptr(), len(flags), int(step)) for _ in range(1000)):
-        late.fill_(int(step))
-    words = [part.view(-1).view(torch.int32) for part in parts]
-    for word, letter in zip(words, box.split([len(word) for word in words]), strict=True):
-        word.copy_(letter)
+    _wait(step, flags, late)
+    for part, letter in zip(parts, _boxes(box, parts), strict=True):
+        part.view(-1).view(torch.int32).copy_(letter)
+
+
+def _add(step: torch.Tensor, out: torch.Tensor, terms: Sequence[Term], late: torch.Tensor) -> None:
+    total = torch.full_like(out, -0.0)
+    for term in terms:
+        if term.flags is not None:
+            _wait(step, term.flags, late)
+        total += term.numbers.view(-1)[: out.numel()].view(torch.float32).view(out.shape)
+    out.copy_(total)
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source)
 
 
-STEP_OPS: Ops = replace(OPS, prepare_steps=_prepare, attend_steps=_attend, mail=Mail(_put, _take, _copy))
+STEP_OPS: Ops = replace(OPS, prepare_steps=_prepare, attend_steps=_attend, mail=Mail(_put, _take, _add, _copy))

@@ -90,19 +90,37 @@ def test_heads_enter_the_cells_of_their_tokens(is_interleaved: bool, has_gains: 
         torch.testing.assert_close(cache, expected)
 
 
-def test_mail_arrives_whole_and_late_mail_is_noted() -> None:
+def test_mail_arrives_whole() -> None:
     from overspill.kernels.triton.mail import put_mail, take_mail
 
-    parts = [_random(3, 700, seed=1), torch.arange(24, dtype=torch.int32, device=DEVICE).view(3, 8)]
-    box = torch.zeros(3 * 708, dtype=torch.int32)
-    flags, late = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    step = torch.tensor([7], device=DEVICE)
+    parts = [_random(3, 699, seed=1), torch.arange(22, dtype=torch.int32, device=DEVICE).view(2, 11)]
+    flags, late = torch.zeros(6, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    box, step = torch.zeros(3 * 699 + 3 + 24, dtype=torch.int32), torch.tensor([7], device=DEVICE)
 
     put_mail(step, parts, box, flags)
     received = [torch.zeros_like(part) for part in parts]
     take_mail(step, received, box, flags, late)
 
-    assert flags.tolist() == [7, 7]
+    assert flags.tolist() == [7] * 6
     assert late.item() == 0
     for part, copy in zip(parts, received, strict=True):
         assert torch.equal(part, copy)
+
+
+@pytest.mark.parametrize("n_terms", [1, 3, 4, 9])
+def test_mail_is_added_in_order(n_terms: int) -> None:
+    from overspill.kernels import Term
+    from overspill.kernels.triton.mail import add_mail
+
+    numbers = [_random(3, 701, seed=i) * 10.0**i for i in range(n_terms)]
+    flags, late = torch.full((3,), 7), torch.zeros(1, dtype=torch.int64)
+    terms = [Term(x.view(torch.int32).view(-1), flags) if i % 3 == 1 else Term(x) for i, x in enumerate(numbers)]
+    expected = numbers[0].clone()
+    for x in numbers[1:]:
+        expected += x
+
+    out = numbers[0]
+    add_mail(torch.tensor([7], device=DEVICE), out, terms, late)
+
+    assert torch.equal(out, expected)
+    assert late.item() == 0

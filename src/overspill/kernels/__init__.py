@@ -143,14 +143,23 @@ class AttendSteps(Protocol):
     ) -> torch.Tensor: ...
 
 
+class Term(NamedTuple):
+    """What is added to others: float32 numbers on the device; or, with flags, in the box of a letter (int32 words)."""
+
+    numbers: torch.Tensor
+    flags: torch.Tensor | None = None
+
+
 class Mail(NamedTuple):
     """Passing rows through pinned memory inside recorded work, see `kernels.triton.mail`.
 
-    put: (step, parts, box, flags). take: (step, parts, box, flags, late). copy: from pinned memory, without a flag.
+    put: (step, parts, box, flags). take: (step, parts, box, flags, late). add: (step, out, terms, late). copy: from
+    pinned memory, without a flag.
     """
 
     put: Callable[[torch.Tensor, Sequence[torch.Tensor], torch.Tensor, torch.Tensor], None]
     take: Callable[[torch.Tensor, Sequence[torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor], None]
+    add: Callable[[torch.Tensor, torch.Tensor, Sequence[Term], torch.Tensor], None]
     copy: Callable[[torch.Tensor, torch.Tensor], None]
 
 

@@ -3,66 +3,83 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
 
 from overspill.device.base import Buffer, HostDevice
+from overspill.kernels.mail import MAX_PARTS, n_pieces, room
+from overspill.pipeline.ledger import Resource
 from overspill.pipeline.memory import Memory
-from overspill.pipeline.schedule import Action
-from overspill.pipeline.step_work import MAX_STEP_TOKENS
+from overspill.pipeline.schedule import Action, Verb
 from overspill.pipeline.wave import Ubatch
-
-_FLAGS_A_LETTER = 4
 
 
 @dataclass(frozen=True, eq=False)
 class Letter:
-    """A hand-off: its box in pinned memory, with all parts one behind the other, and a flag for each.
+    """A hand-off: its box in pinned memory, and a flag for each piece of each part, see `kernels.mail`.
 
-    is_written: whoever computes what is sent writes it into the box itself.
+    is_copy: one of the same content has been sent before, in the same box: nobody needs to send this one.
     """
 
     action: Action
     box: torch.Tensor
     flags: torch.Tensor
     part_words: list[int]
-    is_written: bool = False
+    is_copy: bool = False
 
     @property
-    def boxes(self) -> Sequence[torch.Tensor]:
+    def boxes(self) -> list[torch.Tensor]:
         """The box of each part."""
-        boxes: Sequence[torch.Tensor] = self.box.split(self.part_words)
-        return boxes
+        split = self.box.split([room(n) for n in self.part_words])
+        return [part[:n] for part, n in zip(split, self.part_words, strict=True)]
 
 
 class Letters:
-    """The memory of all letters of a step; programs use it one after the other."""
+    """The memory of all letters of a step of at most `n_tokens`; programs use it one after the other."""
 
-    def __init__(self, host: HostDevice, memory: Memory) -> None:
+    def __init__(self, host: HostDevice, memory: Memory, n_tokens: int) -> None:
+        self._n_tokens = n_tokens
         self._host = host
         self._memory = memory
         self.boxes = torch.empty(0, dtype=torch.int32)
         self.flags = torch.empty(0, dtype=torch.int64)
 
-    def address(self, hand_offs: Sequence[Action], ubatch: Ubatch) -> dict[int, Letter]:
+    def address(self, listed: Sequence[Action], ubatch: Ubatch) -> dict[int, Letter]:
         """A box and flags for each hand-off, by `id` of its action, in memory reserved for the most tokens."""
-        row_words = [[_row_words(b) for b in self._memory.all_of(a.reads)] for a in hand_offs]
-        most = min(MAX_STEP_TOKENS, self._memory.sizes.n_slots)
-        n_words, n_flags = sum(map(sum, row_words)) * most, len(hand_offs) * _FLAGS_A_LETTER
+        hand_offs = [action for action in listed if action.verb is Verb.HAND_OFF]
+        self._reserve([self._part_words(action, self._n_tokens) for action in hand_offs])
+        latest: dict[tuple[int, tuple[Resource, ...]], Letter] = {}
+        found, at, i_flag = {}, 0, 0
+        for action in listed:
+            if action.verb is Verb.HAND_OFF:
+                key = (action.source, action.reads)
+                letter = latest.get(key)
+                if letter is None:
+                    part_words = self._part_words(action, ubatch.n_tokens)
+                    n_words, n_flags = _size(part_words)
+                    box, flags = self.boxes[at : at + n_words], self.flags[i_flag : i_flag + n_flags]
+                    found[id(action)] = latest[key] = Letter(action, box, flags, part_words)
+                    at, i_flag = at + n_words, i_flag + n_flags
+                else:
+                    found[id(action)] = replace(letter, action=action, is_copy=True)
+            for key in [key for key in latest if set(latest[key].action.reads) & set(action.writes)]:
+                del latest[key]
+        return found
+
+    def _part_words(self, action: Action, n_tokens: int) -> list[int]:
+        buffers = self._memory.all_of(action.reads)
+        assert len(buffers) <= MAX_PARTS
+        return [_row_words(buffer) * min(n_tokens, len(buffer.raw())) for buffer in buffers]
+
+    def _reserve(self, letters: Sequence[list[int]]) -> None:
+        sizes = [_size(part_words) for part_words in letters]
+        n_words, n_flags = (max(1, sum(n)) for n in zip((0, 0), *sizes, strict=True))
         if n_words > len(self.boxes) or n_flags > len(self.flags):
             allocate = self._host.allocate_pinned
-            self.boxes = allocate(4 * max(1, n_words), name="mail").host_tensor.view(torch.int32).zero_()
-            self.flags = allocate(8 * max(1, n_flags), name="flags").host_tensor.view(torch.int64).zero_()
-        found, at = {}, 0
-        for i, (action, words) in enumerate(zip(hand_offs, row_words, strict=True)):
-            flags = self.flags[i * _FLAGS_A_LETTER :][: len(words)]
-            n_rows = [min(ubatch.n_tokens, len(b.raw())) for b in self._memory.all_of(action.reads)]
-            part_words = [n * rows for n, rows in zip(words, n_rows, strict=True)]
-            found[id(action)] = Letter(action, self.boxes[at : at + sum(part_words)], flags, part_words)
-            at += sum(words) * most
-        return found
+            self.boxes = allocate(4 * n_words, name="mail").host_tensor.view(torch.int32).zero_()
+            self.flags = allocate(8 * n_flags, name="flags").host_tensor.view(torch.int64).zero_()
 
     def fill_harmless(self, letters: Iterable[Letter]) -> None:
         """For kernels that run before anything was sent: routing that is none would lead them out of their memory."""
@@ -76,6 +93,11 @@ class Letters:
                     parts[1].view(-1, n_used).copy_(torch.arange(n_used, dtype=torch.int32))
                 elif resource[0] == "who":
                     parts[0].fill_(-1)
+
+
+def _size(part_words: list[int]) -> tuple[int, int]:
+    """Words and flags of a letter."""
+    return sum(map(room, part_words)), len(part_words) * n_pieces(part_words)
 
 
 def _row_words(buffer: Buffer) -> int:

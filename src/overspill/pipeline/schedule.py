@@ -207,8 +207,9 @@ class _Emitter:
             case SplitKind.EXPERTS if self._policy(split.first) is Policy.CPU:
                 yield from self._experts_on_host(split, group)
             case SplitKind.EXPERTS if self._policy(split.first) is Policy.SPREAD:
+                following = self._splits[self._splits.index(split) + 1].device
                 for m in group:
-                    yield from self._spread(split, m)
+                    yield from self._spread(split, m, following)
             case SplitKind.EXPERTS:
                 yield from self._experts(split, group)
             case SplitKind.OUTPUT:
@@ -272,8 +273,11 @@ class _Emitter:
         reads, stream = (x, ("route", host, m)), StreamId(host, Lane.COMPUTE)
         yield Action(Verb.EXPERTS, stream, reads, (x,), layer=split.first, last_layer=split.last, ubatch=m)
 
-    def _spread(self, split: Split, m: int) -> Iterator[Action]:
-        """The owner tells the others what to compute, does its own part meanwhile, and adds what they say."""
+    def _spread(self, split: Split, m: int, following: int) -> Iterator[Action]:
+        """The owner tells the others what to compute, and does its own part meanwhile.
+
+        All is added up on the device that goes on, so that what it has computed itself need not travel.
+        """
         yield from self._attend(split, m)
         owner, layer = split.device, split.first
         shares = self._schedule.shares[owner]
@@ -287,11 +291,15 @@ class _Emitter:
             yield self._share(p, layer, m, (), ("y", p))
         x = ("x", owner, m)
         yield self._share(owner, layer, m, (x,), x)
-        heard = tuple(("heard", owner, p) for p in helpers)
-        for p, there in zip(helpers, heard, strict=True):
-            yield self._pass(p, owner, m, (("y", p),), (there,))
+        yield from self._move(following, m)
+        terms: list[Resource] = [("x", following, m)]
+        for p in helpers:
+            terms.append(("y", p) if p == following else ("heard", following, p))
+            if p != following:
+                yield self._pass(p, following, m, (("y", p),), (terms[-1],))
         if helpers:
-            yield Action(Verb.ADD, stream, (x, *heard), (x,), layer=layer, ubatch=m)
+            adding = StreamId(following, Lane.COMPUTE)
+            yield Action(Verb.ADD, adding, tuple(terms), tuple(terms[:1]), layer=layer, ubatch=m)
 
     def _share(self, party: int, layer: int, m: int, added_to: tuple[Resource, ...], out: Resource) -> Action:
         room: tuple[Resource, ...] = () if party == self._layout.host else (("slot", party, 0),)

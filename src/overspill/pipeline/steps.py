@@ -13,22 +13,22 @@ The host writes positions, tokens and slots into pinned memory; each recording b
 from __future__ import annotations
 
 import time
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import NamedTuple
 
 import torch
 
 from overspill.cache.cells import StateRows
 from overspill.device.base import Buffer, Devices, MemoryKind, Recording, running_on
 from overspill.device.lane import Lane
-from overspill.kernels import Mail, Ops, cpu
+from overspill.kernels import Ops, cpu
 from overspill.kernels.numba.mail import look_for_flags, raise_flags
 from overspill.models.base import HParams
-from overspill.pipeline.host_share import HostShare
+from overspill.pipeline.host_share import HostShare, HostShares
+from overspill.pipeline.ledger import Resource
 from overspill.pipeline.letters import Letter, Letters
+from overspill.pipeline.listing import HostWork, Listing
 from overspill.pipeline.memory import Memory
 from overspill.pipeline.schedule import Action, Policy, Verb, WaveSchedule, actions
 from overspill.pipeline.split import Detour, Layout
@@ -37,25 +37,20 @@ from overspill.pipeline.wave import Ubatch, Wave
 
 _PROGRAMS_KEPT = 16
 _PATIENCE_S = 20.0
-
-
-class _HostWork(NamedTuple):
-    """Something the issuing thread does in a step: a letter to take or to send, or an action to compute.
-
-    share: of an action that was prepared, which works in the boxes of the letters before and after it.
-    """
-
-    action: Action
-    letter: Letter | None = None
-    share: HostShare | None = None
+# Of so many threads one is left to whoever else has something to do meanwhile: drivers, the server.
+_THREADS_FOR_OTHERS = 16
 
 
 @dataclass(frozen=True, eq=False)
 class _Program:
-    """All of a step. last: the download of its logits."""
+    """All of a step. host: what the CPU does first, or all of it where `shares` could not be prepared.
+
+    last: the download of the logits.
+    """
 
     recordings: dict[int, Recording]
-    host: list[_HostWork]
+    host: list[HostWork]
+    shares: HostShares | None
     last: list[Action]
 
 
@@ -72,7 +67,7 @@ class StepRunner:
         self._memory = memory
         self._work = work
         self._tables = tables
-        self._n_threads = n_threads
+        self._n_threads = max(1, n_threads - -(-n_threads // _THREADS_FOR_OTHERS))
         self._programs: OrderedDict[tuple[object, ...], _Program] = OrderedDict()
         self._n_steps = 0
         used = sorted({*layout.layer_device, layout.output_device, *layout.input_devices} - {layout.host})
@@ -82,7 +77,7 @@ class StepRunner:
         self._host_inputs = devices.host.allocate_pinned(4 * INPUT_WORDS, name="host_step").host_tensor
         self._late = devices.host.allocate_pinned(8, name="late").host_tensor.view(torch.int64)
         self._late.zero_()
-        self._letters = Letters(devices.host, memory)
+        self._letters = Letters(devices.host, memory, min(MAX_STEP_TOKENS, memory.sizes.n_slots))
 
     def _new_input(self, i_device: int) -> Buffer:
         device = self._devices.all[i_device]
@@ -122,7 +117,7 @@ class StepRunner:
         self._write_inputs(ubatch)
         for i_device, recording in program.recordings.items():
             self._devices.all[i_device].stream(Lane.COMPUTE).replay(recording, label="step")
-        self._run_all_on_host(program.host, ubatch)
+        self._run_on_host(program, ubatch)
         self._devices.all[self._layout.output_device].stream(Lane.COMPUTE).record().wait_host()
         if int(self._late) == self._n_steps:
             raise RuntimeError("a device waited in vain for another in a decoding step")
@@ -143,28 +138,29 @@ class StepRunner:
         segments = (replace(s, rows=StateRows(s.states.before, trial)) for s in ubatch.segments)
         return replace(ubatch, segments=tuple(segments))
 
-    def _run_all_on_host(self, works: Sequence[_HostWork], ubatch: Ubatch) -> None:
-        if works:
+    def _run_on_host(self, program: _Program, ubatch: Ubatch) -> None:
+        if program.host:
             with running_on(self._devices.host):
-                for work in works:
-                    self._run_on_host(work, ubatch)
+                for work in program.host:
+                    self._do(work, ubatch)
+        if program.shares is not None:
+            program.shares.run()
 
-    def _run_on_host(self, work: _HostWork, ubatch: Ubatch) -> None:
+    def _do(self, work: HostWork, ubatch: Ubatch) -> None:
         letter = work.letter
         if letter is None:
             self._work.compute(work.action, ubatch)
-        elif work.share is not None:
-            self._wait_for(letter)
-            work.share.run()
         elif letter.action.source == self._layout.host:
-            parts = [] if letter.is_written else self._parts(letter.action.reads, ubatch)
-            for part, box in zip(parts, letter.boxes, strict=not letter.is_written):
+            for part, box in zip(self._parts(letter.action.reads, ubatch), letter.boxes, strict=True):
                 box.copy_(part.view(-1).view(torch.int32))
             raise_flags(letter.flags.data_ptr(), len(letter.flags), self._n_steps)
         else:
             self._wait_for(letter)
             for part, box in zip(self._parts(letter.action.writes, ubatch), letter.boxes, strict=True):
                 part.view(-1).view(torch.int32).copy_(box)
+
+    def _parts(self, resources: tuple[Resource, ...], ubatch: Ubatch) -> list[torch.Tensor]:
+        return [buffer.tensor[: ubatch.n_tokens] for buffer in self._memory.all_of(resources)]
 
     def _wait_for(self, letter: Letter) -> None:
         address, n, wanted = letter.flags.data_ptr(), len(letter.flags), self._n_steps
@@ -193,81 +189,24 @@ class StepRunner:
             device.synchronize_host()
         listed = list(actions(self._layout, schedule, [self._work.n_chunks(ubatch)], [1]))
         memory_before = self._letters.boxes
-        letters = self._letters.address([a for a in listed if a.verb is Verb.HAND_OFF], ubatch)
+        letters = self._letters.address(listed, ubatch)
         if self._letters.boxes is not memory_before:
             self._programs.clear()  # theirs is gone
-        works: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)
-        host: list[_HostWork] = []
-        for action in listed:
-            self._list(action, letters, works, host, ubatch)
+        listing = Listing(self._work, self._memory, self._tables, self._layout.host, self._host_inputs, self._late)
+        works = listing.of(listed, letters, ubatch)
         self._letters.flags.fill_(self._n_steps)
         self._letters.fill_harmless(letters.values())
         recordings = {i: self._recording(i, works[i]) for i in sorted(works)}
-        host = self._prepared(host, ubatch)
-        self._run_all_on_host(host, ubatch)
+        host, shares = listing.host, None
+        first = next((i - 1 for i, work in enumerate(host) if work.action.verb is Verb.SHARE), None)
+        if first is not None:
+            shares = self._shares(host[first:], ubatch)
+        if shares is not None:
+            host = host[:first]
+        program = _Program(recordings, host, shares, [action for action in listed if action.verb is Verb.DOWNLOAD])
+        self._run_on_host(program, ubatch)
         self._letters.flags.zero_()
-        return _Program(recordings, host, [a for a in listed if a.verb is Verb.DOWNLOAD])
-
-    def _list(
-        self,
-        action: Action,
-        letters: dict[int, Letter],
-        works: dict[int, list[Callable[[], None]]],
-        host: list[_HostWork],
-        ubatch: Ubatch,
-    ) -> None:
-        """Add what an action is to the lists of those who do it."""
-        match action.verb:
-            case Verb.INPUTS:
-                works[action.device].append(self._take_inputs(action.device))
-            case Verb.HAND_OFF:
-                letter = letters[id(action)]
-                for end in (action.source, action.writes[0][1]):
-                    assert isinstance(end, int)
-                    if end == self._layout.host:
-                        host.append(_HostWork(action, letter))
-                    else:
-                        works[end].append(self._mailing(end, letter, ubatch))
-            case Verb.DOWNLOAD:
-                works[action.device].append(self._download(action, ubatch))
-            case _ if action.device == self._layout.host:
-                host.append(_HostWork(action))
-            case _:
-                works[action.device].append(partial(self._work.compute, action, ubatch))
-
-    def _parts(self, resources: Sequence[tuple[str | int, ...]], ubatch: Ubatch) -> list[torch.Tensor]:
-        return [buffer.tensor[: ubatch.n_tokens] for buffer in self._memory.all_of(tuple(resources))]
-
-    def _mail_of(self, i_device: int) -> Mail:
-        mail = self._tables[i_device].mail
-        assert mail is not None
-        return mail
-
-    def _take_inputs(self, i_device: int) -> Callable[[], None]:
-        copy, source = self._mail_of(i_device).copy, self._host_inputs.view(torch.int32)
-        return lambda: copy(self._work.inputs[i_device].tensor, source)
-
-    def _mailing(self, end: int, letter: Letter, ubatch: Ubatch) -> Callable[[], None]:
-        mail, action, box, flags = self._mail_of(end), letter.action, letter.box, letter.flags
-
-        def body() -> None:
-            number = inputs_in(self._work.inputs[end].tensor, ubatch.n_tokens).number
-            if end == action.source:
-                mail.put(number, self._parts(action.reads, ubatch), box, flags)
-            else:
-                mail.take(number, self._parts(action.writes, ubatch), box, flags, self._late)
-
-        return body
-
-    def _download(self, action: Action, ubatch: Ubatch) -> Callable[[], None]:
-        (source,), (target,) = self._memory[action.reads[0]], self._memory[action.writes[0]]
-        n_rows = len(self._work.output_rows(ubatch, action.chunk))
-        wanted = target.host_tensor.view(torch.float32).view(-1, self._memory.n_vocab)[:n_rows]
-
-        def body() -> None:
-            wanted.copy_(source.tensor[:n_rows], non_blocking=True)
-
-        return body
+        return program
 
     def _recording(self, i_device: int, works: Sequence[Callable[[], None]]) -> Recording:
         device = self._devices.all[i_device]
@@ -278,22 +217,20 @@ class StepRunner:
         self._work.begin_wave()
         return device.record_host(works, kept=self._tables[i_device].scratch())
 
-    def _prepared(self, host: Sequence[_HostWork], ubatch: Ubatch) -> list[_HostWork]:
-        """The same, with each share of the CPU prepared where that can be."""
-        found: list[_HostWork] = []
-        for work in host:
-            if work.letter and len(found) > 1 and found[-1].action.verb is Verb.SHARE and found[-2].letter:
-                share = self._share(found[-2].letter, found[-1].action, work.letter, ubatch)
-                if share is not None:
-                    found[-2:] = [_HostWork(found[-1].action, found[-2].letter, share)]
-                    found.append(_HostWork(work.action, replace(work.letter, is_written=True)))
-                    continue
-            found.append(work)
-        return found
+    def _shares(self, works: Sequence[HostWork], ubatch: Ubatch) -> HostShares | None:
+        """What the CPU computes of layers, each between two letters; None where not all can be prepared."""
+        shares = []
+        for told, share, answer in zip(works[::3], works[1::3], works[2::3], strict=True):
+            found = self._share(told, share, answer, ubatch)
+            if found is None:
+                return None
+            shares.append(found)
+        number = inputs_in(self._host_inputs.view(torch.int32), ubatch.n_tokens).number
+        return HostShares(shares, number, self._late, self._n_threads)
 
-    def _share(self, told: Letter, action: Action, answer: Letter, ubatch: Ubatch) -> HostShare | None:
-        normed = self._memory[told.action.reads[0]][0].raw()
-        if normed.dtype != torch.bfloat16:
+    def _share(self, told: HostWork, work: HostWork, answer: HostWork, ubatch: Ubatch) -> HostShare | None:
+        if told.letter is None or answer.letter is None or work.action.verb is not Verb.SHARE:
             return None
-        share = HostShare(list(told.boxes), answer.box, ubatch.n_tokens, self._layout.host)
-        return share if self._work.prepare(share, action.layer) else None
+        dtype = self._memory[told.action.reads[0]][0].raw().dtype
+        share = HostShare(told.letter, answer.letter, ubatch.n_tokens, self._layout.host, dtype)
+        return share if self._work.prepare(share, work.action.layer) else None

@@ -26,7 +26,8 @@ from overspill.kernels.numba.target import SOURCE_DIGEST
 class Call(NamedTuple):
     """What the threads read: counts, addresses, strides in bytes; arrays are of int64 unless said otherwise.
 
-    i_task_hidden, i_task_down: the next task of each part. is_wrong: set if an id or a slot was out of range.
+    i_task_x, i_task_hidden, i_task_digits, i_task_down: the next task of each part. is_wrong: set if an id or a slot
+    was out of range.
     ids, slot_of: int32; slot_of is 0 for "expert e is in slot e". then: what to do with the up products.
     gate, up, down: descriptions of the stacks (`panel.Rows`).
     scales, biases: float32, one of each or one row of each per expert of the layer, or 0.
@@ -37,7 +38,9 @@ class Call(NamedTuple):
     up_inputs, down_inputs: the rows that each takes.
     """
 
+    i_task_x: int
     i_task_hidden: int
+    i_task_digits: int
     i_task_down: int
     is_wrong: int
     n_groups: int
@@ -91,7 +94,7 @@ class Call(NamedTuple):
     scratch: int
 
 
-_I_TASK_HIDDEN, _I_TASK_DOWN, IS_WRONG, _N_GROUPS = range(4)
+_I_TASK_X, _I_TASK_HIDDEN, _I_TASK_DIGITS, _I_TASK_DOWN, IS_WRONG, _N_GROUPS = range(6)
 _LIMIT = Call._fields.index("limit")
 _read_call = reader(Call)
 _read_rows = reader(Rows)
@@ -106,7 +109,7 @@ def group_address() -> int:
         """Counting sort of the pairs by expert; within one, tokens ascend."""
         _ = digest
         c = _read_call(call)
-        for i in (_I_TASK_HIDDEN, _I_TASK_DOWN, IS_WRONG, _N_GROUPS):
+        for i in range(_N_GROUPS + 1):
             store_i64(call, i, 0)
         store_i64(c.first, 0, 0)
         for e in range(c.n_experts):
@@ -186,7 +189,10 @@ def digitise_x_address() -> int:
     def digitise_tokens(call, i_thread):
         _ = digest
         c = _read_call(call)
-        for i in range(i_thread, c.n_tokens, c.n_threads):
+        while True:
+            i = next_number(call + 8 * _I_TASK_X)
+            if i >= c.n_tokens:
+                break
             digitise(c.x + i * c.x_stride, c.x_elements, c.x_digits + i * c.x_digits_stride)
 
     return c_function(digitise_tokens, 2)
@@ -199,7 +205,10 @@ def digitise_hidden_address() -> int:
     def digitise_pairs(call, i_thread):
         _ = digest
         c = _read_call(call)
-        for i in range(i_thread, load_i64(c.first, c.n_groups), c.n_threads):
+        while True:
+            i = next_number(call + 8 * _I_TASK_DIGITS)
+            if i >= load_i64(c.first, c.n_groups):
+                break
             digitise(load_i64(c.pair_hidden, i), c.hidden_stride // 4, load_i64(c.pair_hidden_digits, i))
 
     return c_function(digitise_pairs, 2)

@@ -42,6 +42,8 @@ from overspill.quant.qtensor import QTensor
 
 # Hidden activations in memory at once; more tokens are taken in turns.
 _MAX_HIDDEN_BYTES = 1 << 26
+# So many rows of activations become digits in less time than it takes to wake another thread.
+_ROWS_OF_DIGITS = 8
 # What panel.multiply does with the up products, which meet the gate products in the output.
 _THEN = {Activation.SILU: SILU, Activation.SWIGLU_OAI: SWIGLU_OAI}
 _NONE = (0,) * 6
@@ -138,7 +140,9 @@ def _steps(
         hidden_digits = memory("hidden digits", n_pairs * hidden_digits_stride).address
     pair_x_digits, pair_hidden_digits = pairs + 8 * 4 * n_pairs, pairs + 8 * 5 * n_pairs
     fields = Call(
+        i_task_x=0,
         i_task_hidden=0,
+        i_task_digits=0,
         i_task_down=0,
         is_wrong=0,
         n_groups=0,
@@ -192,10 +196,11 @@ def _steps(
         scratch=memory("scratch", n_threads * SCRATCH_BYTES).address,
     )
     call.write(fields + describe(stacks[0]) + describe(stacks[1]) + describe(stacks[2]))
+    n_at_digits = min(n_threads, -(-n_tokens // _ROWS_OF_DIGITS)), min(n_threads, -(-n_pairs // _ROWS_OF_DIGITS))
     steps = [Step(group_address(), call.address)]
-    steps += [Step(digitise_x_address(), call.address, min(n_threads, n_tokens))] * bool(x_digits)
+    steps += [Step(digitise_x_address(), call.address, n_at_digits[0])] * bool(x_digits)
     steps += [Step(hidden_address(), call.address, n_threads)]
-    steps += [Step(digitise_hidden_address(), call.address, n_threads)] * bool(hidden_digits)
+    steps += [Step(digitise_hidden_address(), call.address, n_at_digits[1])] * bool(hidden_digits)
     return [*steps, Step(down_address(), call.address, n_threads)], call
 
 
@@ -236,7 +241,7 @@ class TokenExperts:
 
 
 class PreparedExperts:
-    """`experts` to be run again and again on the same memory, with new numbers in it.
+    """`experts` to be run again and again on the same memory, with new numbers in it: `steps` add to the output.
 
     x float32 `[T, D]`, rows of whole units; ids int32, weights float32 `[T, K]`, contiguous; slot_of int32 `[E]`; out
     float32 `[T, D]`. As many threads take part as there are now.
@@ -258,14 +263,13 @@ class PreparedExperts:
             raise ValueError(f"not ready for kernels: {tuple(x.shape)}, {ids.dtype}, or rows that are apart")
         adjustments = _NONE if vectors.is_empty else _adjustments(vectors, len(slot_of), weights.gate)
         how = (slot_of, out, _THEN[act], adjustments, vectors.limit, pieces.memory)
-        self._steps, self._call = _steps(x, weights.parts, ids, mix, *how)
+        self.steps, self._call = _steps(x, weights.parts, ids, mix, *how)
         self._kept = (pieces.kept, x, ids, mix, weights, out)
         self._slot_of = slot_of
         self._n_slots = weights.gate.shape[0]
 
-    def run(self) -> None:
-        """Add to the output. Raises IndexError for an id that is no expert or a slot that is no slot."""
-        run(self._steps)
+    def check(self) -> None:
+        """After the steps. Raises IndexError for an id that was no expert or a slot that was no slot."""
         _check_done(self._call, self._n_slots, self._slot_of)
 
 

@@ -1,17 +1,117 @@
-"""The CPU's side of letters in pinned memory: waiting for flags, raising them. See `kernels.triton.mail`."""
+"""The CPU's side of letters in pinned memory: waiting for flags, opening, raising flags. See `kernels.mail`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
-from overspill.kernels.numba.memory import acquire, release, store_i64
-from overspill.kernels.numba.native import direct
+import numpy as np
+
+from overspill.kernels.numba.memory import (
+    acquire,
+    load_bf16,
+    load_f32,
+    load_i32,
+    load_i64,
+    pause,
+    reader,
+    release,
+    store_f32,
+    store_i32,
+    store_i64,
+)
+from overspill.kernels.numba.native import c_function, direct
 from overspill.kernels.numba.target import SOURCE_DIGEST
 from overspill.kernels.numba.workspace import WORKSPACE
 
 # Looks before the caller gets to look at the clock: some milliseconds.
-_LOOKS = 1 << 22
+_LOOKS = 1 << 18
+# Looks before a step that waits gives up: many seconds.
+_MAX_LOOKS = 1 << 29
+
+
+class Waiting(NamedTuple):
+    """Addresses: int64 flags of a letter, the int64 number that they must reach; where that is noted if they do not."""
+
+    flags: int
+    n_flags: int
+    number: int
+    late: int
+
+
+class Opening(NamedTuple):
+    """What a letter to the CPU is turned into.
+
+    normed: `n_values` numbers, of two bytes (bfloat16) or four; x: the same, float32. who: int32, the party of each of
+    `n_experts`; slot_of: int32, where the expert is if the party is `party`. out: float32, `n_out` zeros.
+    """
+
+    normed: int
+    n_bytes: int
+    n_values: int
+    x: int
+    who: int
+    n_experts: int
+    party: int
+    slot_of: int
+    out: int
+    n_out: int
+
+
+_read_waiting = reader(Waiting)
+_read_opening = reader(Opening)
+
+
+@cache
+def wait_address() -> int:
+    """C function (`Waiting`, i). Once one letter of a step was late, no one waits for the others."""
+    digest = SOURCE_DIGEST
+
+    def wait_for_letter(waiting, i):
+        _ = digest
+        w = _read_waiting(waiting)
+        wanted, n_looks = load_i64(w.number, 0), 0
+        for i_flag in range(w.n_flags):
+            while acquire(w.flags + 8 * i_flag) < wanted and load_i64(w.late, 0) != wanted:
+                pause()
+                n_looks += 1
+                if n_looks >= _MAX_LOOKS:
+                    store_i64(w.late, 0, wanted)
+
+    return c_function(wait_for_letter, 2)
+
+
+@cache
+def open_address() -> int:
+    """C function (`Opening`, i)."""
+    digest = SOURCE_DIGEST
+
+    def open_letter(opening, i):
+        _ = digest
+        o = _read_opening(opening)
+        for n in range(o.n_values):
+            store_f32(o.x, n, load_f32(o.normed, n) if o.n_bytes == 4 else load_bf16(o.normed, n))
+        for e in range(o.n_experts):
+            store_i32(o.slot_of, e, np.int32(e if load_i32(o.who, e) == o.party else -1))
+        for n in range(o.n_out):
+            store_f32(o.out, n, np.float32(0))
+
+    return c_function(open_letter, 2)
+
+
+@cache
+def raise_address() -> int:
+    """C function (`Waiting`, i): raises the flags instead."""
+    digest = SOURCE_DIGEST
+
+    def raise_letter(waiting, i):
+        _ = digest
+        w = _read_waiting(waiting)
+        for i_flag in range(w.n_flags):
+            release(w.flags + 8 * i_flag, load_i64(w.number, 0))
+
+    return c_function(raise_letter, 2)
 
 
 @cache
@@ -23,6 +123,7 @@ def _wait() -> Callable[..., None]:
         n_looks = 0
         for i in range(n_flags):
             while acquire(flags + 8 * i) < wanted and n_looks < _LOOKS:
+                pause()
                 n_looks += 1
         store_i64(is_up, 0, 1 if n_looks < _LOOKS else 0)
 

@@ -20,7 +20,7 @@ from overspill.kernels.triton.delta import delta_steps
 from overspill.kernels.triton.dequant import dequantize_bf16
 from overspill.kernels.triton.heads import Angles, HeadGains, prepare_heads, rope
 from overspill.kernels.triton.linear import LinearOp, embed
-from overspill.kernels.triton.mail import copy_pinned, put_mail, take_mail
+from overspill.kernels.triton.mail import add_mail, copy_pinned, put_mail, take_mail
 from overspill.kernels.triton.moe import MoeOp
 from overspill.kernels.triton.norm import rms_norm, swiglu
 from overspill.kernels.triton.routing import Choice, pick_experts, route
@@ -137,7 +137,7 @@ def make_ops(
         prepare_steps=prepare_each,
         attend_steps=attend_steps,
         delta_steps=delta_steps,
-        mail=Mail(put_mail, take_mail, copy_pinned),
+        mail=Mail(put_mail, take_mail, add_mail, copy_pinned),
         scratch=workspace.buffers,
         route=choose_experts,
         add_linear=linear.add_linear,

@@ -1,0 +1,152 @@
+"""What each device does in a step that is recorded, from the actions of its wave.
+
+Letters that are only added up are not taken out of their boxes before: the op that adds reads them there.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from overspill.kernels import Mail, Ops, Term
+from overspill.pipeline.ledger import Resource
+from overspill.pipeline.letters import Letter
+from overspill.pipeline.memory import Memory
+from overspill.pipeline.schedule import Action, Verb
+from overspill.pipeline.step_work import StepWork, inputs_in
+from overspill.pipeline.wave import Ubatch
+
+Body = Callable[[], None]
+
+
+class HostWork(NamedTuple):
+    """Something the issuing thread does in a step: a letter to take or to send, or an action to compute."""
+
+    action: Action
+    letter: Letter | None = None
+
+
+class Listing:
+    """The lists of one step: `of` gives those of the accelerators, by number; `host` is the CPU's.
+
+    inputs: pinned, what every accelerator reads first. late: pinned, see `kernels.triton.mail`.
+    """
+
+    def __init__(
+        self,
+        work: StepWork,
+        memory: Memory,
+        tables: Sequence[Ops],
+        i_host: int,
+        inputs: torch.Tensor,
+        late: torch.Tensor,
+    ) -> None:
+        self._work = work
+        self._memory = memory
+        self._tables = tables
+        self._i_host = i_host
+        self._inputs = inputs
+        self._late = late
+        self._works: defaultdict[int, list[Body]] = defaultdict(list)
+        self._unopened: defaultdict[int, dict[Resource, Letter]] = defaultdict(dict)
+        self.host: list[HostWork] = []
+
+    def of(self, listed: Sequence[Action], letters: Mapping[int, Letter], ubatch: Ubatch) -> dict[int, list[Body]]:
+        """What accelerators do. letters: by `id` of their actions."""
+        for action in listed:
+            if action.verb is Verb.HAND_OFF:
+                self._hand_off(action, letters[id(action)], ubatch)
+            elif action.device == self._i_host:
+                self.host.append(HostWork(action))
+            elif action.verb is Verb.ADD:
+                self._add(action, ubatch)
+            else:
+                self._open_all(action.device, ubatch)
+                self._works[action.device].append(self._body(action, ubatch))
+        return self._works
+
+    def _body(self, action: Action, ubatch: Ubatch) -> Body:
+        match action.verb:
+            case Verb.INPUTS:
+                return self._take_inputs(action.device)
+            case Verb.DOWNLOAD:
+                return self._download(action, ubatch)
+            case _:
+                return partial(self._work.compute, action, ubatch)
+
+    # --- letters
+
+    def _hand_off(self, action: Action, letter: Letter, ubatch: Ubatch) -> None:
+        source, target = action.source, action.writes[0][1]
+        assert isinstance(target, int)
+        if not letter.is_copy:
+            self._send(source, letter, ubatch)
+        if target == self._i_host:
+            self.host.append(HostWork(action, letter))
+        elif len(action.writes) == 1:
+            self._unopened[target][action.writes[0]] = letter
+        else:
+            self._open_all(target, ubatch)
+            self._works[target].append(self._take(target, letter, ubatch))
+
+    def _send(self, source: int, letter: Letter, ubatch: Ubatch) -> None:
+        if source == self._i_host:
+            self.host.append(HostWork(letter.action, letter))
+            return
+        self._open_all(source, ubatch)
+        mail, parts = self._mail_of(source), self._parts(letter.action.reads, ubatch)
+        self._works[source].append(lambda: mail.put(self._number(source, ubatch), parts(), letter.box, letter.flags))
+
+    def _take(self, target: int, letter: Letter, ubatch: Ubatch) -> Body:
+        mail, parts = self._mail_of(target), self._parts(letter.action.writes, ubatch)
+        return lambda: mail.take(self._number(target, ubatch), parts(), letter.box, letter.flags, self._late)
+
+    def _open_all(self, device: int, ubatch: Ubatch) -> None:
+        letters = self._unopened.pop(device, {})
+        self._works[device] += [self._take(device, letter, ubatch) for letter in letters.values()]
+
+    def _add(self, action: Action, ubatch: Ubatch) -> None:
+        device, out = action.device, self._parts(action.writes, ubatch)
+        mail, letters = self._mail_of(device), [self._unopened[device].pop(r, None) for r in action.reads]
+        own = [self._parts((resource,), ubatch) for resource in action.reads]
+        self._open_all(device, ubatch)
+
+        def body() -> None:
+            terms = [
+                Term(parts()[0]) if letter is None else Term(letter.box, letter.flags)
+                for parts, letter in zip(own, letters, strict=True)
+            ]
+            mail.add(self._number(device, ubatch), out()[0], terms, self._late)
+
+        self._works[device].append(body)
+
+    def _parts(self, resources: Sequence[Resource], ubatch: Ubatch) -> Callable[[], list[torch.Tensor]]:
+        return lambda: [buffer.tensor[: ubatch.n_tokens] for buffer in self._memory.all_of(tuple(resources))]
+
+    def _number(self, device: int, ubatch: Ubatch) -> torch.Tensor:
+        return inputs_in(self._work.inputs[device].tensor, ubatch.n_tokens).number
+
+    def _mail_of(self, i_device: int) -> Mail:
+        mail = self._tables[i_device].mail
+        assert mail is not None
+        return mail
+
+    # --- what the host gives and gets
+
+    def _take_inputs(self, i_device: int) -> Body:
+        copy, source = self._mail_of(i_device).copy, self._inputs.view(torch.int32)
+        return lambda: copy(self._work.inputs[i_device].tensor, source)
+
+    def _download(self, action: Action, ubatch: Ubatch) -> Body:
+        (source,), (target,) = self._memory[action.reads[0]], self._memory[action.writes[0]]
+        n_rows = len(self._work.output_rows(ubatch, action.chunk))
+        wanted = target.host_tensor.view(torch.float32).view(-1, self._memory.n_vocab)[:n_rows]
+
+        def body() -> None:
+            wanted.copy_(source.tensor[:n_rows], non_blocking=True)
+
+        return body
