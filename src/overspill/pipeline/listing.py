@@ -98,34 +98,41 @@ class Listing:
             self.host.append(HostWork(letter.action, letter))
             return
         self._open_all(source, ubatch)
-        mail, parts = self._mail_of(source), self._parts(letter.action.reads, ubatch)
-        self._works[source].append(lambda: mail.put(self._number(source, ubatch), parts(), letter.box, letter.flags))
+        mail = self._mail_of(source)
+
+        def body() -> None:
+            parts = [part for r in letter.action.reads for part in self._work.rows(r, ubatch.n_tokens)]
+            mail.put(self._number(source, ubatch), parts, letter.box, letter.flags)
+
+        self._works[source].append(body)
 
     def _take(self, target: int, letter: Letter, ubatch: Ubatch) -> Body:
-        mail, parts = self._mail_of(target), self._parts(letter.action.writes, ubatch)
-        return lambda: mail.take(self._number(target, ubatch), parts(), letter.box, letter.flags, self._late)
+        mail = self._mail_of(target)
+
+        def body() -> None:
+            parts = [part for r in letter.action.writes for part in self._work.rows_to_write(r, ubatch.n_tokens)]
+            mail.take(self._number(target, ubatch), parts, letter.box, letter.flags, self._late)
+
+        return body
 
     def _open_all(self, device: int, ubatch: Ubatch) -> None:
         letters = self._unopened.pop(device, {})
         self._works[device] += [self._take(device, letter, ubatch) for letter in letters.values()]
 
     def _add(self, action: Action, ubatch: Ubatch) -> None:
-        device, out = action.device, self._parts(action.writes, ubatch)
-        mail, letters = self._mail_of(device), [self._unopened[device].pop(r, None) for r in action.reads]
-        own = [self._parts((resource,), ubatch) for resource in action.reads]
+        device, mail = action.device, self._mail_of(action.device)
+        letters = [self._unopened[device].pop(resource, None) for resource in action.reads]
         self._open_all(device, ubatch)
 
         def body() -> None:
             terms = [
-                Term(parts()[0]) if letter is None else Term(letter.box, letter.flags)
-                for parts, letter in zip(own, letters, strict=True)
+                Term(letter.box, letter.flags) if letter else Term(self._work.rows(resource, ubatch.n_tokens)[0])
+                for resource, letter in zip(action.reads, letters, strict=True)
             ]
-            mail.add(self._number(device, ubatch), out()[0], terms, self._late)
+            (out,) = self._work.rows_to_write(action.writes[0], ubatch.n_tokens)
+            mail.add(self._number(device, ubatch), out, terms, self._late)
 
         self._works[device].append(body)
-
-    def _parts(self, resources: Sequence[Resource], ubatch: Ubatch) -> Callable[[], list[torch.Tensor]]:
-        return lambda: [buffer.tensor[: ubatch.n_tokens] for buffer in self._memory.all_of(tuple(resources))]
 
     def _number(self, device: int, ubatch: Ubatch) -> torch.Tensor:
         return inputs_in(self._work.inputs[device].tensor, ubatch.n_tokens).number

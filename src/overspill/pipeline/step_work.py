@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from overspill.device.base import Buffer
 from overspill.kernels import StateSteps, Steps
 from overspill.models.base import UbatchView
 from overspill.pipeline.host_share import HostShare
+from overspill.pipeline.ledger import Resource
 from overspill.pipeline.schedule import Action
 from overspill.pipeline.wave import Ubatch
 from overspill.pipeline.work import Angles, Work
@@ -37,10 +39,38 @@ def inputs_in(words: torch.Tensor, n_tokens: int) -> Inputs:
     return Inputs(words[:_HEADER_WORDS].view(torch.int64), *rows)
 
 
+def _are_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and a.is_contiguous()
+
+
 class StepWork(Work):
-    """The bodies of actions, with positions and ids that lie on the device. inputs: by number of device, int32."""
+    """The bodies of actions, with positions and ids that lie on the device. inputs: by number of device, int32.
+
+    What attention and routers compute is left where it is: nobody but the device's next actions reads it.
+    """
 
     inputs: dict[int, Buffer]
+    _latest: dict[Resource, list[torch.Tensor]]
+
+    def begin_wave(self) -> None:
+        super().begin_wave()
+        self._latest = {}
+
+    def rows(self, resource: Resource, n_tokens: int) -> list[torch.Tensor]:
+        return self._latest.get(resource) or super().rows(resource, n_tokens)
+
+    def rows_to_write(self, resource: Resource, n_tokens: int) -> list[torch.Tensor]:
+        """Where somebody else's rows go to; from now on these are the latest."""
+        self._latest.pop(resource, None)
+        return super().rows(resource, n_tokens)
+
+    def _keep(self, resource: Resource, found: Sequence[torch.Tensor]) -> None:
+        wanted = super().rows(resource, len(found[0]))
+        if all(_are_alike(part, rows) for part, rows in zip(found, wanted, strict=True)):
+            self._latest[resource] = list(found)
+        else:
+            self._latest.pop(resource, None)
+            super()._keep(resource, found)
 
     def compute(self, action: Action, ubatch: Ubatch) -> None:
         """Do what an action that computes does, on its device."""

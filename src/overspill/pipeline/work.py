@@ -137,7 +137,8 @@ class Work:
         return KvCache.over(self._model.hparams.kv_shape(i_layer), tensors)
 
     def _x(self, action: Action, ubatch: Ubatch) -> torch.Tensor:
-        return self._one(("x", action.device, action.ubatch)).tensor[: ubatch.n_tokens]
+        (x,) = self.rows(("x", action.device, action.ubatch), ubatch.n_tokens)
+        return x
 
     def _embed(self, action: Action, ubatch: Ubatch) -> Callable[[], None]:
         before = self._history.add(ubatch.ids, ubatch.segments)
@@ -174,15 +175,22 @@ class Work:
             x = self._model.attend(action.layer, target, self._cache(action.layer), view)
             routing = self._model.route(action.layer, x, view)
             assert routing is not None
-            target.copy_(x)
-            for part, buffer in zip(routing, self._memory["route", action.device, action.ubatch], strict=True):
-                buffer.tensor[: ubatch.n_tokens].copy_(part)
+            self._keep(("x", action.device, action.ubatch), [x])
+            self._keep(("route", action.device, action.ubatch), routing)
 
         return body
 
+    def _keep(self, resource: Resource, found: Sequence[torch.Tensor]) -> None:
+        """Store what was computed, of each token, for other actions."""
+        for part, buffer in zip(found, self._memory[resource], strict=True):
+            buffer.tensor[: len(part)].copy_(part)
+
+    def rows(self, resource: Resource, n_tokens: int) -> list[torch.Tensor]:
+        """What is stored, of each token."""
+        return [buffer.tensor[:n_tokens] for buffer in self._memory[resource]]
+
     def _routing(self, action: Action, ubatch: Ubatch) -> Routing:
-        buffers = self._memory["route", action.device, action.ubatch]
-        return Routing(*(buffer.tensor[: ubatch.n_tokens] for buffer in buffers))
+        return Routing(*self.rows(("route", action.device, action.ubatch), ubatch.n_tokens))
 
     def _experts(self, action: Action, ubatch: Ubatch) -> Callable[[], None]:
         layer, experts = action.layer, self._host_experts[action.layer]
@@ -214,7 +222,7 @@ class Work:
 
         def body() -> None:
             who = self._one(("who", party, action.ubatch)).tensor[0]
-            out = self._memory[action.writes[0]][0].tensor[: ubatch.n_tokens]
+            (out,) = self.rows(action.writes[0], ubatch.n_tokens)
             if action.writes[0][0] == "y":
                 out.zero_()
             if party == self._layout.host:
