@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from overspill.cache.images import BLOCK_BYTES, ImageStore
 from overspill.device.base import Span
 from overspill.device.lane import Lane
 from overspill.engine.constraint import Constraint
@@ -26,7 +27,7 @@ from overspill.engine.engine import Engine, EngineStatus, WaveAbandoned
 from overspill.engine.loop import EngineLoop, EventStream
 from overspill.engine.params import SamplingParams
 from overspill.engine.request import DoneEvent, Request, Timings, TokenEvent
-from overspill.engine.scheduler import PrefixReuse
+from overspill.engine.slots import Move, PrefixReuse
 from overspill.errors import UserError
 from overspill.gguf import open_gguf
 from overspill.gguf.source import ModelSource
@@ -103,7 +104,14 @@ class LLM:
             )
             n_spread = self.plan.n_spread_tokens
             memory = Memory(
-                self.devices, layout, self.hparams, self.sizes, placed.staging, precision, n_spread_tokens=n_spread
+                self.devices,
+                layout,
+                self.hparams,
+                self.sizes,
+                placed.staging,
+                precision,
+                n_spread_tokens=n_spread,
+                n_image_bytes=self.options.n_image_bytes,
             )
             loaded = load(
                 self.source,
@@ -147,6 +155,8 @@ class LLM:
                 n_wave=placed.n_wave,
                 reuse=PrefixReuse(self.options.prefix_reuse),
                 n_states=self.sizes.n_states if self.hparams.has_states else 0,
+                images=self._image_store(),
+                run_moves=self._run_moves,
                 max_wave_ms=self.options.max_wave_ms,
             )
             on_failure.pop_all()
@@ -236,6 +246,15 @@ class LLM:
         """Compute a wave below the engine (benchmarks): per ubatch, logits `[n output rows, V]`."""
         with self._running:
             return self.watch.run(wave, lambda: self.runner.run(wave, self._schedule(wave), self._check_wanted))
+
+    def _image_store(self) -> ImageStore | None:
+        """For what slots held; None where the user gives it no memory."""
+        n_blocks = self.options.n_image_bytes // BLOCK_BYTES
+        return ImageStore(n_blocks, self.runner.images.n_bytes) if n_blocks else None
+
+    def _run_moves(self, moves: list[Move]) -> None:
+        with self._running:
+            self.runner.move_host(moves)
 
     def _check_wanted(self) -> None:
         if self._engine.is_wave_abandoned:

@@ -77,6 +77,9 @@ class Options:
         "--prefix-reuse",
         "cells a prompt keeps of former ones: any-point, whole-ubatches (same bits), none",
     )
+    cache_ram_mib: int = _option(
+        0, "--cache-ram -cram", "MiB of host RAM for what slots held, to go on from later; 0: none"
+    )
     max_wave_ms: float | None = _option(
         None, "--max-wave-ms", "bound on the time between tokens while prompts of others are computed; None: none"
     )
@@ -131,6 +134,11 @@ class Options:
         return 1 + self.ctx_checkpoints
 
     @property
+    def n_image_bytes(self) -> int:
+        """Host RAM for images of slots."""
+        return self.cache_ram_mib * MIB
+
+    @property
     def is_layer_count_open(self) -> bool:
         """True when fit may choose how many layers the devices compute."""
         return self.n_gpu_layers in (-1, "auto")
@@ -162,6 +170,7 @@ _LOWEST: Final = {
     "n_wave": 1,
     "n_parallel": 1,
     "ctx_checkpoints": 0,
+    "cache_ram_mib": 0,
     "grain": 1,
     "slab_mib": 1,
     "n_staging_slots": 2,

@@ -340,6 +340,7 @@ BAD_VALUES = {
     "cache_type_k": "q8_0",
     "cache_type_v": "q8_0",
     "prefix_reuse": "some",
+    "cache_ram_mib": "-1",
     "max_wave_ms": "0",
     "schedule": "fast",
     "grain": "0",

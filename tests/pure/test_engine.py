@@ -13,7 +13,8 @@ from overspill.engine.engine import Engine
 from overspill.engine.params import SamplingParams
 from overspill.engine.request import DoneEvent, ProgressEvent, Request, TokenEvent
 from overspill.engine.sampler import Sampler
-from overspill.engine.scheduler import ContextOverflow, PrefixReuse
+from overspill.engine.scheduler import ContextOverflow
+from overspill.engine.slots import PrefixReuse
 from overspill.errors import UserError
 from tests.helpers.hash_model import HashModel, hash_logits
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from overspill.engine.params import SamplingParams
 from overspill.engine.request import Request
-from overspill.engine.scheduler import ContextOverflow, PrefixReuse, Scheduler, output_slots
+from overspill.engine.scheduler import ContextOverflow, Scheduler, output_slots
+from overspill.engine.slots import PrefixReuse
 from overspill.errors import UserError
 from overspill.pipeline.wave import Segment, Wave
 

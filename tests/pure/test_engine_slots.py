@@ -10,7 +10,8 @@ from overspill.engine.engine import Engine, WaveAbandoned
 from overspill.engine.pace import WavePace
 from overspill.engine.params import SamplingParams
 from overspill.engine.request import DoneEvent, Request, TokenEvent
-from overspill.engine.scheduler import PrefixReuse, Scheduler
+from overspill.engine.scheduler import Scheduler
+from overspill.engine.slots import PrefixReuse
 from overspill.pipeline.wave import Wave
 from tests.helpers.hash_model import HashModel
 

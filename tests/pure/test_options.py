@@ -26,7 +26,7 @@ FROZEN_FLAGS = """
 --override-tensor -ot | --cpu-moe -cmoe | --n-cpu-moe -ncmoe | --fit -fit | --fit-target -fitt | --fit-ctx -fitc
 --cache-type-k -ctk | --cache-type-v -ctv
 --ctx-size -c | --ubatch-size -ub | --n-wave --batch-size -b | --parallel -np | --ctx-checkpoints -ctxcp
---prefix-reuse | --max-wave-ms | --schedule | --grain | --policy
+--prefix-reuse | --cache-ram -cram | --max-wave-ms | --schedule | --grain | --policy
 --slab-mib | --staging-slots | --max-in-flight | --threads -t | --chaos-seed | --trace | --host-stage -hs
 --host-stage-tile-mib | --force-xdev-sync | --load-mode -lm
 --load-threads -tl | --virtual-h2d-gbps

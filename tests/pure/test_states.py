@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from overspill.cache.cells import KvShape, Segment, StateRows
 from overspill.cache.states import SlotStates, StateGuard
 from overspill.engine.request import Request, SamplingParams
-from overspill.engine.scheduler import PrefixReuse, Scheduler, output_slots
+from overspill.engine.scheduler import Scheduler, output_slots
+from overspill.engine.slots import PrefixReuse
 from overspill.pipeline.wave import Wave
 
 # --- rows of one slot

@@ -24,7 +24,7 @@ USER = {"role": "user", "content": "hi"}
 
 
 def open_four(_: Any = None) -> LLM:
-    return LLM(MODEL, devices="cpu", n_ctx=4 * 128, n_parallel=4, n_ubatch=16, n_wave=64, threads=1)
+    return LLM(MODEL, devices="cpu", n_ctx=4 * 128, n_parallel=4, n_ubatch=16, n_wave=64, threads=1, cache_ram_mib=8)
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +170,9 @@ def soak(served: Served, n_requests: int) -> Counter[int]:
     wait_until(lambda: held(served) == before)
     wait_until(lambda: n_files() <= files_before + 2)
     assert set(codes) <= {0, 200, 400}, codes
+    images = served.llm.status.images
+    assert images.n_loaded > 0
+    assert images.n_saved - images.n_dropped == images.n_images <= images.n_blocks <= images.n_blocks_total == 8
     return codes
 
 

@@ -33,6 +33,15 @@ class SlotStates:
         """Where the sequence can go on, besides its beginning."""
         return tuple(self._at)
 
+    @property
+    def rows(self) -> Mapping[int, int]:
+        """The row of each position."""
+        return dict(self._at)
+
+    def place(self, positions: Iterable[int]) -> None:
+        """Forget all that is held; states of these positions, at most as many as there are rows, will be put in."""
+        self._at = dict(zip(sorted(positions), self._rows, strict=False))
+
     def latest(self, pos: int) -> int:
         """The last position up to `pos` that the sequence can go on from; 0 if there is none."""
         return max((p for p in self._at if p <= pos), default=0)
@@ -77,6 +86,10 @@ class StateGuard:
 
     def __init__(self) -> None:
         self._pos: dict[int, int] = {}
+
+    def put(self, row: int, pos: int) -> None:
+        """A state that stands at `pos` was written to a row."""
+        self._pos[row] = pos
 
     def advance(self, segment: Segment) -> None:
         """Note what a segment does. RuntimeError when the state it starts from is not there."""

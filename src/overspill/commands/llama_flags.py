@@ -85,8 +85,6 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
         "--no-slots": "/slots is always there; leave it out, or use --api-key",
         "--special": "control tokens are not shown; leave it out",
         "-sp": "control tokens are not shown; leave it out",
-        "-cram": "slots are not saved to host RAM; raise -np to keep more conversations",
-        "--cache-ram": "slots are not saved to host RAM; raise -np to keep more conversations",
         "--adaptive-target": "the sampler adaptive_p is not supported; leave it out",
         "-l": "biases are set per request, with logit_bias; leave it out",
         "--logit-bias": "biases are set per request, with logit_bias; leave it out",

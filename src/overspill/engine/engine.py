@@ -18,6 +18,7 @@ from queue import SimpleQueue
 
 import torch
 
+from overspill.cache.images import ImageCounts, ImageStore
 from overspill.engine.pace import WavePace
 from overspill.engine.request import (
     DoneEvent,
@@ -29,12 +30,14 @@ from overspill.engine.request import (
     TokenEvent,
 )
 from overspill.engine.sampler import BadLogits, Draw, NoTokenLeft, Sampler
-from overspill.engine.scheduler import PrefixReuse, Scheduler, output_slots
+from overspill.engine.scheduler import Scheduler, output_slots
 from overspill.engine.sequence import Sequence
+from overspill.engine.slots import Move, PrefixReuse
 from overspill.errors import UserError
 from overspill.pipeline.wave import Wave
 
 RunWave = Callable[[Wave], list[torch.Tensor]]
+RunMoves = Callable[[list[Move]], None]
 _Ended = tuple[Sequence, DoneReason, str]
 
 _log = logging.getLogger(__name__)
@@ -55,13 +58,15 @@ class SlotState:
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
     """slots: what each is doing. n_waiting: requests without one. n_waves, n_in_waves: waves so far, and sequences in
-    all of them together. failed: what the device said when a wave last failed, else None."""
+    all of them together. failed: what the device said when a wave last failed, else None. images: of slots, in host
+    memory."""
 
     slots: tuple[SlotState, ...]
     n_waiting: int
     n_waves: int
     n_in_waves: int
     failed: str | None
+    images: ImageCounts
 
 
 class WaveAbandoned(RuntimeError):
@@ -98,7 +103,8 @@ class Engine:
     run_wave: computes a wave and returns, per ubatch in order, the logits of its output rows as float32
     [len(output_rows), V] on the host. They are read before the next call, so it may reuse their memory.
     n_ctx_slot: cells a slot has. n_wave: most tokens a wave has. reuse: see `PrefixReuse`. n_states: see
-    `Scheduler`. max_wave_ms: see `WavePace`; None: unbounded. clock: seconds.
+    `Scheduler`. images, run_moves: where slots are saved, and what carries it out; it returns when all is done.
+    max_wave_ms: see `WavePace`; None: unbounded. clock: seconds.
     run_wave may raise WaveAbandoned once `is_wave_abandoned`; other errors are the device's.
     failed: what the device said when a wave last failed, else None.
     Raises UserError for sizes that do not fit together.
@@ -115,11 +121,14 @@ class Engine:
         n_wave: int,
         reuse: PrefixReuse = PrefixReuse.WHOLE_UBATCHES,
         n_states: int = 0,
+        images: ImageStore | None = None,
+        run_moves: RunMoves = lambda moves: None,
         max_wave_ms: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.failed: str | None = None
         self._run_wave = run_wave
+        self._run_moves = run_moves
         self._clock = clock
         self._scheduler = Scheduler(
             n_vocab=n_vocab,
@@ -129,6 +138,7 @@ class Engine:
             n_wave=n_wave,
             reuse=reuse,
             n_states=n_states,
+            images=images,
         )
         self._pace = None if max_wave_ms is None else WavePace(max_wave_ms, n_wave)
         self._has_states = n_states > 0
@@ -175,7 +185,9 @@ class Engine:
 
     @property
     def status(self) -> EngineStatus:
-        return EngineStatus(self.slots, self.n_waiting, self._n_waves, self._n_in_waves, self.failed)
+        return EngineStatus(
+            self.slots, self.n_waiting, self._n_waves, self._n_in_waves, self.failed, self._scheduler.image_counts
+        )
 
     @property
     def slots(self) -> tuple[SlotState, ...]:
@@ -218,11 +230,13 @@ class Engine:
         # A wave without prompts is soon over, and ends with sound cells.
         self._in_wave = frozenset(s.request.id for s in sequences if wave.n_tokens > len(sequences))
         try:
+            if moves := self._scheduler.take_moves():
+                self._run_moves(moves)
             logits = self._run_paced(wave, sequences)
         except WaveAbandoned:
             return [self._give_up(s) for s in sequences]
         except Exception as error:
-            return self._fail(sequences, error)
+            return self._fail(error)
         finally:
             self._in_wave = frozenset()
         self._n_waves += 1
@@ -277,12 +291,14 @@ class Engine:
 
     # --- going out
 
-    def _fail(self, sequences: list[Sequence], error: Exception) -> list[Event]:
-        """The device did not compute a wave: its requests end, and no cells anywhere are trusted any more."""
+    def _fail(self, error: Exception) -> list[Event]:
+        """The device did not compute a wave: all requests in slots end, and no cells anywhere are trusted any more."""
         self.failed = _one_line(error)
-        _log.error("a wave of %d sequences failed", len(sequences), exc_info=error)
+        sequences = [s for s in self._scheduler.in_slots if s is not None]
+        _log.error("a wave failed with %d sequences in slots", len(sequences), exc_info=error)
         events: list[Event] = [self._abort(s, "error", self.failed) for s in sequences]
         self._scheduler.forget_cells()
+        self._scheduler.forget_images()
         return events
 
     def _give_up(self, sequence: Sequence) -> DoneEvent:

@@ -20,31 +20,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import replace
 from itertools import accumulate, islice
 
+from overspill.cache.images import ImageCounts, ImageStore
 from overspill.cache.states import SlotStates
 from overspill.engine.request import DoneReason, Request
 from overspill.engine.sequence import Sequence
+from overspill.engine.slots import Move, PrefixReuse, Slots
 from overspill.errors import UserError
 from overspill.pipeline.wave import Segment, Ubatch, Wave
-
-_LEAST_ALIKE = 0.1  # llama-server's --slot-prompt-similarity
-
-
-class PrefixReuse(Enum):
-    """How much of the cells that a former request left in a slot a new prompt with the same beginning may keep.
-
-    NONE: nothing.
-    WHOLE_UBATCHES: cells that full ubatches of a prompt computed. The rest is cut as it would be in an empty slot, so
-    the logits are the same bits as without reuse. A former answer is computed again as part of the new prompt.
-    ANY_POINT: up to the first token that differs, answers included: least work, sums may run in another order.
-    """
-
-    NONE = "none"
-    WHOLE_UBATCHES = "whole-ubatches"
-    ANY_POINT = "any-point"
 
 
 class ContextOverflow(UserError):
@@ -59,29 +44,11 @@ class ContextOverflow(UserError):
         self.n_ctx = n_ctx
 
 
-@dataclass(slots=True)
-class _Slot:
-    """cells: the ids whose cells may be reused. last_used: when it was freed, in releases.
-
-    states: where its recurrent states stand, None in models without any.
-    """
-
-    states: SlotStates | None
-    cells: list[int] = field(default_factory=list)
-    last_used: int = 0
-    sequence: Sequence | None = None
-
-    def keep(self, n_cells: int) -> None:
-        """Trust the first `n_cells` cells only."""
-        self.cells = self.cells[:n_cells]
-        if self.states is not None:
-            self.states.cut(n_cells)
-
-
 class Scheduler:
     """Holds waiting and active requests and says what to compute next. Not thread-safe, but for `validate`.
 
-    n_states: recurrent states that each slot has room for; 0: the model has none.
+    n_states: recurrent states that each slot has room for; 0: the model has none. images: where cells of slots are
+    saved that a prompt would overwrite; None: nowhere.
     """
 
     def __init__(
@@ -94,6 +61,7 @@ class Scheduler:
         n_wave: int,
         reuse: PrefixReuse = PrefixReuse.WHOLE_UBATCHES,
         n_states: int = 0,
+        images: ImageStore | None = None,
     ) -> None:
         _check_sizes(n_ctx_slot=n_ctx_slot, n_slots=n_slots, n_ubatch=n_ubatch, n_wave=n_wave)
         self._n_vocab = n_vocab
@@ -101,12 +69,10 @@ class Scheduler:
         self._n_ubatch = n_ubatch
         self._n_wave = n_wave
         self._n_ubatches = -(-n_wave // n_ubatch)
-        self._reuse = reuse
-        self._slots = [_Slot(SlotStates.of_slot(i, n_slots, n_states) if n_states else None) for i in range(n_slots)]
+        self._slots = Slots(n_slots, n_ubatch=n_ubatch, n_states=n_states, reuse=reuse, images=images)
         self._n_states = n_states
         self._waiting: deque[Sequence] = deque()
         self._active: list[Sequence] = []  # in the order they came
-        self._n_releases = 0
         self._is_prompt_turn = False
 
     @property
@@ -120,7 +86,15 @@ class Scheduler:
     @property
     def in_slots(self) -> tuple[Sequence | None, ...]:
         """What each slot works on, by slot."""
-        return tuple(slot.sequence for slot in self._slots)
+        return tuple(slot.sequence for slot in self._slots.all)
+
+    @property
+    def image_counts(self) -> ImageCounts:
+        return self._slots.image_counts
+
+    def take_moves(self) -> list[Move]:
+        """See `Slots.take_moves`."""
+        return self._slots.take_moves()
 
     def validate(self, request: Request) -> None:
         """Raise UserError (ContextOverflow for a prompt that is too long) if the request cannot be served."""
@@ -153,16 +127,15 @@ class Scheduler:
         if sequence.slot is None:
             self._waiting.remove(sequence)
             return
-        slot = self._slots[sequence.slot]
-        self._release(sequence)
-        if not keep_cells:
-            slot.keep(0)
+        self._release(sequence, keep_cells=keep_cells)
 
     def forget_cells(self) -> None:
         """No cells of idle slots will be reused: the device lost them, or may have."""
-        for slot in self._slots:
-            if slot.sequence is None:
-                slot.keep(0)
+        self._slots.forget_cells()
+
+    def forget_images(self) -> None:
+        """Nor will any image: saving them, or loading one, went wrong."""
+        self._slots.forget_images()
 
     def next_wave(self, n_beside: int | None = None) -> Wave | None:
         """The next tokens to compute, at most `n_wave`; None if there is nothing to do.
@@ -226,7 +199,7 @@ class Scheduler:
     def _admit(self) -> None:
         """Waiting requests enter free slots, first come, first served; one that wants a certain slot waits for it."""
         for sequence in list(self._waiting):
-            free = [i for i, slot in enumerate(self._slots) if slot.sequence is None]
+            free = [i for i, slot in enumerate(self._slots.all) if slot.sequence is None]
             if not free:
                 return
             wanted = sequence.request.slot
@@ -234,44 +207,12 @@ class Scheduler:
                 free = [i for i in free if i == wanted % len(self._slots)]
             if free:
                 self._waiting.remove(sequence)
-                self._enter(sequence, free)
+                self._slots.enter(sequence, free)
+                self._active.append(sequence)
 
-    def _enter(self, sequence: Sequence, free: list[int]) -> None:
-        """Take the slot that saves most work, if that is a tenth of it; otherwise the least recently used one."""
-        n_reusable = {i: self._n_reusable(self._slots[i], sequence) for i in free}
-        is_worth_it = max(n_reusable.values()) > _LEAST_ALIKE * sequence.n_prompt
-        sequence.slot = min(free, key=lambda i: (-n_reusable[i] * is_worth_it, self._slots[i].last_used))
-        sequence.n_done = sequence.n_reused = n_reusable[sequence.slot]
-        self._slots[sequence.slot].keep(sequence.n_done)
-        self._slots[sequence.slot].sequence = sequence
-        self._active.append(sequence)
-
-    def _n_reusable(self, slot: _Slot, sequence: Sequence) -> int:
-        if not sequence.request.reuses_cells:
-            return 0
-        n_common = min(_n_common_prefix(slot.cells, sequence.ids), sequence.n_prompt - 1)
-        n_reusable = self._rounded(n_common)
-        return n_reusable if slot.states is None else slot.states.latest(n_reusable)
-
-    def _release(self, sequence: Sequence) -> None:
-        assert sequence.slot is not None
-        slot = self._slots[sequence.slot]
-        self._n_releases += 1
-        slot.cells = sequence.ids
-        slot.keep(self._n_keepable(sequence))
-        slot.last_used = self._n_releases
-        slot.sequence = None
+    def _release(self, sequence: Sequence, *, keep_cells: bool = True) -> None:
+        self._slots.release(sequence, keep_cells=keep_cells)
         self._active.remove(sequence)
-
-    def _n_keepable(self, sequence: Sequence) -> int:
-        if self._reuse is PrefixReuse.ANY_POINT:
-            return sequence.n_done
-        return self._rounded(min(sequence.n_done, sequence.n_prompt))
-
-    def _rounded(self, n_cells: int) -> int:
-        if self._reuse is PrefixReuse.NONE:
-            return 0
-        return n_cells if self._reuse is PrefixReuse.ANY_POINT else n_cells - n_cells % self._n_ubatch
 
     # --- ubatches
 
@@ -302,23 +243,18 @@ class Scheduler:
 
     def _with_states(self, ubatches: Iterable[Ubatch]) -> Iterator[Ubatch]:
         """The same, each segment with the rows of its states."""
-        planned = [slot.states.copy() for slot in self._slots if slot.states is not None]
+        planned = [slot.states.copy() for slot in self._slots.all if slot.states is not None]
         for ubatch in ubatches:
             segments = [self._with_rows(segment, planned[segment.slot]) for segment in ubatch.segments]
             yield replace(ubatch, segments=tuple(segments))
 
     def _with_rows(self, segment: Segment, states: SlotStates) -> Segment:
-        segment = replace(segment, rows=states.plan(segment.first_pos, keeps=self._keeps_state(segment)))
+        sequence = self._slots[segment.slot].sequence
+        assert sequence is not None
+        keeps = self._slots.keeps_state(sequence, segment.first_pos)
+        segment = replace(segment, rows=states.plan(segment.first_pos, keeps=keeps))
         states.put(segment)
         return segment
-
-    def _keeps_state(self, segment: Segment) -> bool:
-        """Whether a later prompt may want to go on from where a segment begins."""
-        pos, sequence = segment.first_pos, self._slots[segment.slot].sequence
-        assert sequence is not None
-        if self._reuse is PrefixReuse.ANY_POINT and pos == sequence.n_prompt:
-            return True
-        return self._reuse is not PrefixReuse.NONE and pos <= sequence.n_prompt and pos % self._n_ubatch == 0
 
 
 def output_slots(wave: Wave) -> list[int]:
@@ -347,11 +283,6 @@ def _prompt_ubatch(sequence: Sequence, pos: int, n_tokens: int) -> Ubatch:
 def _slot_of(sequence: Sequence) -> int:
     assert sequence.slot is not None
     return sequence.slot
-
-
-def _n_common_prefix(a: list[int], b: list[int]) -> int:
-    n = min(len(a), len(b))
-    return next((i for i in range(n) if a[i] != b[i]), n)
 
 
 def _check_sizes(*, n_ctx_slot: int, n_slots: int, n_ubatch: int, n_wave: int) -> None:

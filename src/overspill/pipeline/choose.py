@@ -197,7 +197,7 @@ def _place(
             placement = place(shape, machine, options, n_ubatch=n_ubatch, n_wave=n_wave, grain=grain, needs=needs)
             placement, layout = with_embedding(shape, machine, placement, layout_of(shape, machine, placement))
             placement, layout = with_detours(machine, options, placement, layout)
-            placement = with_host_buffers(shape, placement, layout, needs)
+            placement = with_host_buffers(shape, placement, layout, needs, n_image_bytes=options.n_image_bytes)
             _check_host(placement, options)
         except UserError:
             if options.n_wave is not None or n_wave <= n_ubatch:

@@ -20,8 +20,10 @@ LOAD_CHUNK_BYTES = 32 << 20
 MIN_CHUNK_BYTES = 1 << 12
 
 
-def with_host_buffers(shape: ModelShape, placement: Placement, layout: Layout, needs: KernelNeeds) -> Placement:
-    """The placement, its last budget with all that the host holds."""
+def with_host_buffers(
+    shape: ModelShape, placement: Placement, layout: Layout, needs: KernelNeeds, *, n_image_bytes: int = 0
+) -> Placement:
+    """The placement, its last budget with all that the host holds. n_image_bytes: for images of slots."""
     sizes = activation_bytes(
         shape,
         n_ubatch=placement.n_ubatch,
@@ -33,7 +35,13 @@ def with_host_buffers(shape: ModelShape, placement: Placement, layout: Layout, n
     compute = sizes.total - positions * (layout.host not in layout.input_devices)
     pinned_ends = pinned_end_bytes(shape, sizes, placement.n_ubatch)
     tiles = len(detours(layout)) * N_TILES * min(layout.detour.tile_bytes, sizes.x)
-    budget = replace(placement.budgets[-1], compute_bytes=compute, staging_bytes=pinned_ends + tiles)
+    before = placement.budgets[-1]
+    budget = replace(
+        before,
+        kv_bytes=before.kv_bytes + n_image_bytes,
+        compute_bytes=compute,
+        staging_bytes=pinned_ends + tiles,
+    )
     spare = budget.free_bytes - (budget.used_bytes - budget.weights_bytes)
     budget = replace(budget, staging_bytes=budget.staging_bytes + _ring_bytes(shape, placement, layout, spare))
     return replace(placement, budgets=(*placement.budgets[:-1], budget))

@@ -67,6 +67,7 @@ class Memory:
         precision: Precision = Precision(),
         *,
         n_spread_tokens: int = 0,
+        n_image_bytes: int = 0,
     ) -> None:
         self.sizes = sizes
         self._precision = precision
@@ -92,6 +93,14 @@ class Memory:
         for source, target in detours(layout):
             self._add_tiles(source, target)
         self._add_host(layout)
+        if n_image_bytes:
+            images = devices.host.allocate_pinned(n_image_bytes, name="images", kind=MemoryKind.KV)
+            self._buffers["images",] = (images,)
+
+    @property
+    def n_state_rows(self) -> int:
+        """Rows of the state tensors."""
+        return self.sizes.n_slots * self.sizes.n_states + self.sizes.n_trials
 
     @property
     def trial_row(self) -> int:
@@ -137,7 +146,7 @@ class Memory:
         ]
         states = [
             self._new(i_device, shape, torch.float32, MemoryKind.KV, f"state{i}.{i_layer}")
-            for i, shape in enumerate(kept.state_shapes(sizes.n_slots * sizes.n_states + sizes.n_trials))
+            for i, shape in enumerate(kept.state_shapes(self.n_state_rows))
         ]
         self._buffers["kv", i_layer] = (*cells, *states)
 

@@ -2,23 +2,25 @@
 
 The only place that orders streams. One host thread issues the actions of a schedule; for each one the ledger says
 which events its stream must wait for, then the work is given to the stream and an event recorded. The host blocks in
-four places, all named: when it reads logits, when it reads router ids (policy `selected`), before it overwrites the
-inputs of an earlier wave that have not gone up, and in the throttle that bounds how far it runs ahead (and between
-devices, where a user who looks for a fault asks for it).
+five places, all named: when it copies slots, when it reads logits, when it reads router ids (policy `selected`), before
+it overwrites the inputs of an earlier wave that have not gone up, and in the throttle that bounds how far it runs ahead
+(and between devices, where a user who looks for a fault asks for it).
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from overspill.cache.images import Load, Save
 from overspill.cache.states import StateGuard
 from overspill.device.base import Devices, Event
 from overspill.device.lane import Lane
+from overspill.pipeline.images import SlotImages
 from overspill.pipeline.ledger import Ledger, Resource
 from overspill.pipeline.memory import Memory
 from overspill.pipeline.schedule import Action, Order, Verb, WaveSchedule, actions
@@ -83,6 +85,7 @@ class Runner:
         self._downloads: deque[_Download] = deque()
         self._ids_asked: list[int] = []
         self._states = StateGuard()
+        self._images = SlotImages(devices, layout, memory, work.hparams)
         self._steps = steps
         self._is_interrupted = False
 
@@ -136,13 +139,29 @@ class Runner:
         self._count(wave, time.perf_counter() - started)
         return results
 
+    @property
+    def images(self) -> SlotImages:
+        """Copies of slots."""
+        return self._images
+
+    def move_host(self, moves: Iterable[Save | Load]) -> None:
+        """Copy slots into images and back, in order; waits for it."""
+        for move in moves:
+            if isinstance(move, Save):
+                self._images.save_host(move)
+                continue
+            self._images.load_host(move)
+            self._work.put_tokens(move.slot, move.image.ids[: move.n_cells])
+            for pos, row in move.rows.items():
+                self._states.put(row, pos)
+
     def reset_counters(self) -> None:
         """Count from now on."""
         self.counters = RunCounters()
 
     def close(self) -> None:
         """Let go of the model and all buffers; counters stay. Idempotent."""
-        for name in ("_work", "_memory", "_steps"):
+        for name in ("_work", "_memory", "_steps", "_images"):
             vars(self).pop(name, None)
 
     def synchronize_host(self) -> None:

@@ -12,10 +12,11 @@ from functools import partial
 
 import torch
 
+from overspill.cache.cells import Segment
 from overspill.cache.kv import KvCache
 from overspill.device.base import Buffer, Stream
 from overspill.kernels import Ops
-from overspill.models.base import Model, Routing, UbatchView, forward_layer
+from overspill.models.base import HParams, Model, Routing, UbatchView, forward_layer
 from overspill.pipeline.history import TokenHistory
 from overspill.pipeline.ledger import Resource
 from overspill.pipeline.memory import Memory
@@ -68,6 +69,11 @@ class Work:
             Verb.OUTPUT: self._output,
         }
 
+    @property
+    def hparams(self) -> HParams:
+        """The model's."""
+        return self._model.hparams
+
     def give(self, action: Action, stream: Stream, ubatches: Sequence[Ubatch]) -> None:
         """Give an action to its stream."""
         match action.verb:
@@ -114,6 +120,11 @@ class Work:
         for i_slab, slab in enumerate(self._layout.slabs[i_layer]):
             n = min(slab.n_experts, len(ordered))
             self._slab_ids[i_layer, i_slab] = [ordered.popleft() for _ in range(n)]
+
+    def put_tokens(self, slot: int, ids: Sequence[int]) -> None:
+        """A slot's first cells came from elsewhere; these are their tokens."""
+        if ids:
+            self._history.add(ids, (Segment(slot, 0, len(ids)),))
 
     def begin_wave(self) -> None:
         """Slabs hold the experts of the layout again, and no angles of a former wave are left."""

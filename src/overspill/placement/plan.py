@@ -156,7 +156,7 @@ def _demand(
         state=tuple(
             n_bytes * (options.n_parallel * options.n_states + needs.n_trials) for n_bytes in shape.state_bytes
         ),
-        capacity=(*_capacities(machine, options), machine.host_bytes - pinned_ends),
+        capacity=(*_capacities(machine, options), machine.host_bytes - pinned_ends - options.n_image_bytes),
         n_expert=shape.n_expert,
         n_cpu_moe=0 if options.fit == "off" else options.n_cpu_moe,
         output_bytes=shape.output_bytes,

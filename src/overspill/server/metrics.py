@@ -75,6 +75,13 @@ class Metrics:
         yield _gauge("llamacpp:requests_deferred", "Requests that wait for a slot", status.n_waiting)
         mean_busy = _rate(status.n_in_waves, status.n_waves)
         yield _gauge("llamacpp:n_busy_slots_per_decode", "Sequences in a wave, on average", mean_busy)
+        images = status.images
+        yield _gauge("overspill:images", "What slots held, kept in host RAM (--cache-ram)", images.n_images)
+        yield _gauge("overspill:image_bytes", "Bytes of host RAM that images take", images.n_bytes)
+        yield _counter("overspill:images_saved", "Slots saved as images", images.n_saved)
+        yield _counter("overspill:images_loaded", "Images loaded into slots", images.n_loaded)
+        yield _counter("overspill:images_dropped", "Images that gave way", images.n_dropped)
+        yield _counter("overspill:image_tokens_loaded", "Prompt tokens taken from images", images.n_tokens_loaded)
 
     def _devices(self) -> Families:
         c = self._counters
