@@ -10,7 +10,7 @@ GPUs: `pytest -n 8`. Numbers are kept as properties of the tests (`--junitxml`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from overspill import LLM
 from overspill.gguf import open_gguf
 from overspill.models.base import Model
 from overspill.pipeline.memory import Precision
-from overspill.pipeline.wave import Segment, Ubatch, Wave
+from tests.helpers.decoding import N_CELLS, N_SLOTS, N_UBATCH, decoded
 from tests.helpers.plain import SHARED, plain_logits, plain_model
 from tests.helpers.recorded import issuing
 from tests.helpers.reference import Reference
@@ -32,7 +32,6 @@ from tests.helpers.rounded import BF16_OPS, rounded_experts
 from tests.models.fixtures import MODELS, Case, fixture
 
 ONE, TWO = "cuda:0", "cuda:0,cuda:1"
-N_UBATCH, N_CELLS, N_SLOTS = 64, 144, 3
 QUANTS = sorted(path for path in (SHARED / "quants").glob("*.gguf"))
 SPREAD = ["gpt-oss", "deepseek_v3", "qwen3next-mtp", "kimi_linear"]
 NEAR = 1e-3
@@ -71,46 +70,11 @@ def issued() -> Iterator[None]:
         yield
 
 
-# --- what is computed: a prompt, and three sequences that are decoded
-
-
-def ubatch(*pieces: tuple[Sequence[int], Segment]) -> Ubatch:
-    ids = tuple(i for tokens, s in pieces for i in tokens[s.first_pos : s.end_pos])
-    return Ubatch(ids, tuple(s for _, s in pieces), tuple(range(len(ids))))
-
-
-def waves_of(case: Case) -> tuple[list[Wave], list[Wave]]:
-    """Prompts, and steps after them: of three sequences, in two orders, and of the longest alone, past position 128."""
-    a, b, c = (case.expected(f"input_ids_{i}").tolist() for i in (1, 0, 2))
-    prompts = [(a, Segment(0, 0, 64)), (a, Segment(0, 64, 61)), (b, Segment(1, 0, 36)), (c, Segment(2, 0, 3))]
-    steps = []
-    for i in range(4):
-        pieces = [(tokens, Segment(slot, n + i, 1)) for slot, (tokens, n) in enumerate(((a, 125), (b, 36), (c, 3)))]
-        steps.append(ubatch(*(pieces if i < 2 else pieces[::-1])))
-    steps += [ubatch((a, Segment(0, position, 1))) for position in range(129, 133)]
-    return [Wave((ubatch(piece),)) for piece in prompts], [Wave((step,)) for step in steps]
-
-
-def decoded(run: Callable[[Wave], list[torch.Tensor]], case: Case) -> torch.Tensor:
-    """Logits of all steps, after the prompts."""
-    prompts, steps = waves_of(case)
-    for wave in prompts:
-        run(wave)
-    return torch.cat([rows for wave in steps for rows in run(wave)])
-
-
-def takes_steps(llm: LLM) -> bool:
-    return llm.runner._steps is not None
-
-
 def replayed(llm: LLM, case: Case) -> torch.Tensor:
-    """By recordings made anew."""
-    if llm.runner._steps is not None:
-        llm.runner._steps._programs.clear()
+    """Logits of steps by recordings made anew."""
+    assert llm.runner._steps is not None
+    llm.runner._steps._programs.clear()
     return decoded(llm.run_wave, case)
-
-
-# --- what is expected
 
 
 def expected(case: Case, model: Model) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,7 +129,6 @@ def test_bfloat16(case: Case, record_property: Note) -> None:
     """Near the CPU; the same bits replayed and issued, and on two GPUs."""
     ids, path = case.expected("input_ids_1").tolist(), fixture(f"{case.name}.gguf")
     with opened(path, ONE) as llm:
-        assert takes_steps(llm) == llm.hparams.takes_steps
         prompt, steps = llm.logits(ids), replayed(llm, case)
         with issued():
             again = replayed(llm, case)

@@ -97,7 +97,8 @@ def _attend(
 ) -> torch.Tensor:
     rows = []
     for t, (slot, position) in enumerate(zip(*(x.tolist() for x in steps), strict=True)):
-        cells = slice(0 if chunk is None else position // chunk * chunk, position + 1)
+        first = 0 if chunk is None else position // chunk * chunk
+        cells = slice(first if window is None else max(first, position - window + 1), position + 1)
         heads = q[t : t + 1], k[slot, :, cells], v[slot, :, cells]
         rows.append(OPS.attention(*heads, scale=scale, window=window, sinks=sinks))
     return torch.cat(rows)

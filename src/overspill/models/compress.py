@@ -13,8 +13,10 @@ from __future__ import annotations
 import torch
 
 from overspill.cache.cells import Segment
+from overspill.kernels import StateSteps, Steps
 from overspill.models.base import Block, UbatchView
 from overspill.models.layers import linear
+from overspill.models.masked import put_whole_blocks
 from overspill.models.rope import Rope
 from overspill.models.specs.deepseek4 import Compression
 
@@ -49,29 +51,49 @@ class Compressor:
         n_new = min(segment.n_tokens, n_rows)
         state[after, _places(segment.end_pos - n_new, segment.end_pos, n_rows, rows.device)] = rows[-n_new:]
         if last > first:
-            whole = torch.cat([waiting, rows])[: last * ratio - start]
-            keys[first:last] = self._keys(whole.unflatten(0, (-1, ratio)), first, last)
+            whole = torch.cat([waiting, rows])[: last * ratio - start].unflatten(0, (-1, ratio))
+            n, positions = last - first, torch.arange(first, last, device=rows.device) * ratio
+            keys[first:last] = self._keys(whole[-n:], self._former(whole, n), positions)
 
-    def _keys(self, rows_BRSC: torch.Tensor, first: int, last: int) -> torch.Tensor:
-        """Keys of the blocks `first <= b < last`; B: these, with the one before them in front where there is one."""
-        shape, n = self._shape, last - first
-        parts = [rows_BRSC[-n:, ..., -shape.dim :]]
-        if shape.reach > 1:
-            parts.insert(0, self._of_former(rows_BRSC[..., : shape.dim], n))
+    def put_steps(
+        self, rows: torch.Tensor, steps: Steps, at: StateSteps, state: torch.Tensor, keys: torch.Tensor
+    ) -> None:
+        """The same for one position of each of several sequences; keys: `[S, 1, C / ratio, dim]`."""
+        ratio, reach, n_rows = self._shape.ratio, self._shape.reach, self._shape.n_rows
+        each, positions = torch.arange(len(rows), device=rows.device), steps.positions.long()
+        waiting = state.index_select(0, at.before)
+        waiting[each, positions % n_rows] = rows
+        state.index_copy_(0, at.after.long(), waiting)
+        if keys.shape[2] == 0:
+            return
+        starts = positions // ratio * ratio
+        run = torch.arange(-(reach - 1) * ratio, ratio, device=rows.device)
+        blocks = waiting[each[:, None], (starts[:, None] + run) % n_rows].unflatten(1, (reach, ratio))
+        former = torch.where((starts == 0)[:, None, None, None], _nothing_like(blocks[:, 0]), blocks[:, 0])
+        put_whole_blocks(keys, steps, ratio, self._keys(blocks[:, -1], former, starts))
+
+    def _keys(self, own_NRSC: torch.Tensor, former_NRSC: torch.Tensor, positions_N: torch.Tensor) -> torch.Tensor:
+        """Keys of N blocks by the rows of each, of the block before each, and the first position of each."""
+        dim = self._shape.dim
+        parts = [own_NRSC[..., -dim:]]
+        if self._shape.reach > 1:
+            parts.insert(0, former_NRSC[..., :dim])
         candidates, scores = torch.cat(parts, 1).unbind(2)
         means = (candidates * scores.softmax(1)).sum(1)
         normed = self._block.ops.rms_norm(means, self._block.vector(self._name + "_norm"), self._eps)
-        positions = torch.arange(first, last, device=means.device) * shape.ratio
-        return rotate_last(self._block, normed[:, None], self._rope.angles(positions))[:, 0]
+        return rotate_last(self._block, normed[:, None], self._rope.angles(positions_N))[:, 0]
 
-    def _of_former(self, rows_BRSC: torch.Tensor, n: int) -> torch.Tensor:
-        """What the blocks before each of the last `n` give them: nothing, for the first block of a sequence."""
+    def _former(self, rows_BRSC: torch.Tensor, n: int) -> torch.Tensor:
+        """The blocks before each of the last `n`, where they count: nothing, for the first block of a sequence."""
         former = rows_BRSC[-n - 1 : -1]
-        if len(former) == n:
-            return former
-        nothing = torch.zeros_like(rows_BRSC[:1])
-        nothing[:, :, 1] = float("-inf")
-        return torch.cat([nothing, former])
+        return former if len(former) == n else torch.cat([_nothing_like(rows_BRSC[:1]), former])
+
+
+def _nothing_like(rows_BRSC: torch.Tensor) -> torch.Tensor:
+    """Rows that do not count in a mean."""
+    nothing = torch.zeros_like(rows_BRSC)
+    nothing[:, :, 1] = float("-inf")
+    return nothing
 
 
 def _places(first: int, last: int, n_rows: int, device: torch.device) -> torch.Tensor:

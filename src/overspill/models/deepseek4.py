@@ -12,7 +12,7 @@ from overspill.cache.kv import KvCache
 from overspill.models.base import Block, HParams, Routing, UbatchView
 from overspill.models.compress import Compressor, rotate_last
 from overspill.models.layers import PlainHeads, linear, linears
-from overspill.models.masked import attend_masked, best, rows_at_once
+from overspill.models.masked import attend_masked, attend_own, best, best_of_steps, rows_at_once, whole_blocks
 from overspill.models.router import mix_of_chosen
 from overspill.models.specs.deepseek4 import DeepSeek4HParams
 from overspill.models.streams import Mixed, StreamModel
@@ -94,6 +94,8 @@ class Model(StreamModel):
     ) -> torch.Tensor:
         """Attention to the window and to blocks, in one softmax, segment by segment."""
         hp, block, compressors = self._v4, self._blocks[i_layer], self._compressors[i_layer]
+        if view.steps is not None:
+            return self._attend_block_steps(i_layer, normed, latent, heads, cache, view)
         rows = [compressor.rows(normed, view) for compressor in compressors]
         (q, key), outputs, first_row = heads, [], 0
         for segment in view.segments:
@@ -112,6 +114,31 @@ class Model(StreamModel):
             )
         return torch.cat(outputs)
 
+    def _attend_block_steps(
+        self,
+        i_layer: int,
+        normed: torch.Tensor,
+        latent: torch.Tensor,
+        heads: tuple[torch.Tensor, torch.Tensor],
+        cache: KvCache,
+        view: UbatchView,
+    ) -> torch.Tensor:
+        """The same for steps: of the window and of blocks as many keys as there can be, seen or not."""
+        hp, block, steps, (q, key) = self._v4, self._blocks[i_layer], view.steps, heads
+        assert steps is not None
+        assert view.state_rows is not None
+        for i, compressor in enumerate(self._compressors[i_layer]):
+            rows = compressor.rows(normed, view)
+            compressor.put_steps(rows, steps, view.state_rows, cache.state[i], cache.blocks[i])
+        cache.append_steps(steps.slots, steps.positions, key, key)
+        slots, back = steps.slots.long()[:, None], torch.arange(1 - hp.n_window, 1, device=q.device)
+        cells = steps.positions.long()[:, None] + back
+        window = cache.k[slots, 0, cells.clamp_min(0)]
+        blocks, seen = self._step_blocks(i_layer, normed, latent, cache, view)
+        keys = torch.cat([window, cache.blocks[0][slots, 0, blocks]], 1)[:, None]
+        seen = torch.cat([cells >= 0, seen], 1)
+        return attend_own(q, keys, keys, seen, scale=self.attention_scale, sinks=block.vector("attn_sinks"))
+
     def _seen_blocks(
         self,
         i_layer: int,
@@ -129,32 +156,37 @@ class Model(StreamModel):
         seen = torch.arange(n_blocks, device=normed.device) < ((positions + 1) // ratio)[:, None]
         if len(cache.blocks) == 1 or n_blocks <= hp.n_index_best:
             return seen
-        scores = self._block_scores(i_layer, normed, latent, cache.blocks[1][segment.slot, 0, :n_blocks], view, rows)
-        return best(scores, hp.n_index_best, seen)
+        q, weights = self._index_heads(i_layer, normed, latent, view, rows)
+        keys = cache.blocks[1][segment.slot, 0, :n_blocks].to(q.dtype)
+        n = rows_at_once(hp.index_heads * len(keys))
+        products = (torch.einsum("tha,ba->thb", part, keys) for part in q.split(n))
+        scores = [_index_scores(x, w) for x, w in zip(products, weights.split(n), strict=True)]
+        return best(torch.cat(scores), hp.n_index_best, seen)
 
-    def _block_scores(
-        self,
-        i_layer: int,
-        normed: torch.Tensor,
-        latent: torch.Tensor,
-        keys: torch.Tensor,
-        view: UbatchView,
-        rows: slice,
-    ) -> torch.Tensor:
-        """The indexer's scores `[T, blocks]`: positive products of its heads with the blocks' keys, weighted."""
+    def _step_blocks(
+        self, i_layer: int, normed: torch.Tensor, latent: torch.Tensor, cache: KvCache, view: UbatchView
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Blocks for each step, `[T, n]`, and which of them it attends to."""
+        steps, n_blocks = view.steps, cache.blocks[0].shape[2]
+        assert steps is not None
+        seen = whole_blocks(steps, self._v4.ratios[i_layer], n_blocks)
+        if len(cache.blocks) == 1 or n_blocks <= self._v4.n_index_best:
+            return torch.arange(n_blocks, device=normed.device).expand(len(normed), -1), seen
+        q, weights = self._index_heads(i_layer, normed, latent, view, slice(None))
+        keys = cache.blocks[1][steps.slots.long(), 0].to(q.dtype)
+        scores = _index_scores(torch.einsum("tha,tba->thb", q, keys), weights)
+        return best_of_steps(scores, self._v4.n_index_best, seen)
+
+    def _index_heads(
+        self, i_layer: int, normed: torch.Tensor, latent: torch.Tensor, view: UbatchView, rows: slice
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The indexer's queries `[T, H, A]` of some rows, and what each of its heads counts, float32 `[T, H]`."""
         hp, block, rope = self._v4, self._blocks[i_layer], self._ropes[i_layer]
         assert rope is not None
         cos, sin = view.angles(rope)
         q = linear(block, "indexer.attn_q_b", latent).unflatten(1, (hp.index_heads, hp.index_dim))
-        q = rotate_last(block, q, (cos[rows], sin[rows]))
-        keys = keys.to(q.dtype)
         weights = linear(block, "indexer.proj", normed).float() / math.sqrt(hp.index_dim * hp.index_heads)
-        scores = []
-        n = rows_at_once(hp.index_heads * len(keys))
-        for first in range(0, len(q), n):
-            products = torch.einsum("tha,ba->thb", q[first : first + n], keys).float().relu_()
-            scores.append((products * weights[first : first + n, :, None]).sum(1))
-        return torch.cat(scores)
+        return rotate_last(block, q, (cos[rows], sin[rows])), weights
 
     def project(self, i_layer: int, block: Block, attended: torch.Tensor) -> torch.Tensor:
         """Groups of heads become latents, which become the output together."""
@@ -190,6 +222,11 @@ def doubly_stochastic(logits_TRR: torch.Tensor, n_steps: int, eps: float) -> tor
         m = m / (m.sum(2, keepdim=True) + eps)
         m = m / (m.sum(1, keepdim=True) + eps)
     return m
+
+
+def _index_scores(products_THB: torch.Tensor, weights_TH: torch.Tensor) -> torch.Tensor:
+    """Scores of blocks, float32 `[T, B]`: the positive products of all heads, weighted."""
+    return (products_THB.float().relu_() * weights_TH[:, :, None]).sum(1)
 
 
 def _inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:

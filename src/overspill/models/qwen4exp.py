@@ -10,10 +10,19 @@ import torch.nn.functional as F
 
 from overspill.cache.cells import Segment
 from overspill.cache.kv import KvCache
+from overspill.kernels import Steps
 from overspill.models import qwen35
 from overspill.models.base import Block, HParams, UbatchView
 from overspill.models.layers import PutHeads, linear, linears
-from overspill.models.masked import attend_masked, best, rows_at_once
+from overspill.models.masked import (
+    attend_masked,
+    attend_own,
+    best,
+    best_of_steps,
+    put_whole_blocks,
+    rows_at_once,
+    whole_blocks,
+)
 from overspill.models.ngrams import table_rows
 from overspill.models.recurrent import run_segments
 from overspill.models.specs.qwen4exp import Qwen4HParams
@@ -101,6 +110,9 @@ class Model(StreamModel, qwen35.Model):
         if not self._qwen4.ratios[i_layer]:
             return self.attend_cells(i_layer, block, put, cache, view)
         queries, keys = self._index_heads(i_layer, normed, view)
+        if view.steps is not None:
+            self._put_index_steps(i_layer, keys, view.steps, cache)
+            return self._attend_steps(i_layer, queries, put.put_steps(view.steps), view.steps, cache)
         outputs, row = [], 0
         for segment in view.segments:
             rows = slice(row, row + segment.n_tokens)
@@ -130,16 +142,54 @@ class Model(StreamModel, qwen35.Model):
     def _put_index_keys(self, i_layer: int, keys: torch.Tensor, segment: Segment, cache: KvCache) -> None:
         """Keys of positions, and of the blocks that are complete with them: the mean, normed, and rotated as if it
         stood at the block's first position."""
-        hp, block, rope, ratio = self._qwen4, self._blocks[i_layer], self._ropes[i_layer], self._qwen4.ratios[i_layer]
-        assert rope is not None
+        ratio = self._qwen4.ratios[i_layer]
         of_positions, of_blocks = (kept[segment.slot, 0] for kept in cache.blocks)
         of_positions[segment.first_pos : segment.end_pos] = keys
         first, last = segment.first_pos // ratio, segment.end_pos // ratio
         if first < last:
-            means = of_positions[first * ratio : last * ratio].float().unflatten(0, (-1, ratio)).mean(1)
-            normed = block.ops.rms_norm(means, block.vector("indexer.k_norm"), hp.rms_eps)
-            angles = rope.angles(torch.arange(first, last, device=keys.device) * ratio)
-            of_blocks[first:last] = block.ops.rope_halves(normed[:, None], *angles)[:, 0]
+            rows = of_positions[first * ratio : last * ratio].unflatten(0, (-1, ratio))
+            of_blocks[first:last] = self._block_keys(
+                i_layer, rows, torch.arange(first, last, device=keys.device) * ratio
+            )
+
+    def _block_keys(self, i_layer: int, rows_NRA: torch.Tensor, positions_N: torch.Tensor) -> torch.Tensor:
+        """Keys `[N, A]` of blocks by those of their positions, and the first of these."""
+        block, rope = self._blocks[i_layer], self._ropes[i_layer]
+        assert rope is not None
+        normed = block.ops.rms_norm(rows_NRA.float().mean(1), block.vector("indexer.k_norm"), self._qwen4.rms_eps)
+        return block.ops.rope_halves(normed[:, None], *rope.angles(positions_N))[:, 0]
+
+    def _put_index_steps(self, i_layer: int, keys: torch.Tensor, steps: Steps, cache: KvCache) -> None:
+        """The same for one position of each of several sequences."""
+        ratio, (of_positions, of_blocks) = self._qwen4.ratios[i_layer], cache.blocks
+        slots, positions = steps.slots.long(), steps.positions.long()
+        of_positions[slots, 0, positions] = keys.to(of_positions.dtype)
+        if of_blocks.shape[2]:
+            first = positions // ratio * ratio
+            cells = first[:, None] + torch.arange(ratio, device=keys.device)
+            rows = of_positions[slots[:, None], 0, cells.clamp_max(of_positions.shape[2] - 1)]
+            put_whole_blocks(of_blocks, steps, ratio, self._block_keys(i_layer, rows, first))
+
+    def _attend_steps(
+        self, i_layer: int, queries: torch.Tensor, q: torch.Tensor, steps: Steps, cache: KvCache
+    ) -> torch.Tensor:
+        """Attention of steps: to all there is where that cannot be more than the indexer picks."""
+        ratio, n_blocks, n_best = self._qwen4.ratios[i_layer], cache.blocks[1].shape[2], self._n_best_blocks(i_layer)
+        if n_blocks <= n_best:
+            attend = self._blocks[i_layer].ops.attend_steps
+            assert attend is not None
+            return attend(q, cache.k, cache.v, steps, scale=self.attention_scale)
+        slots, positions = steps.slots.long(), steps.positions.long()[:, None]
+        index_keys = cache.blocks[1][slots, 0].to(queries.dtype)
+        scores = torch.einsum("tha,tba->thb", queries, index_keys).float().relu_().sum(1)
+        chosen, seen = best_of_steps(scores, n_best, whole_blocks(steps, ratio, n_blocks))
+        within = torch.arange(ratio, device=q.device)
+        behind = (positions + 1) // ratio * ratio + within
+        cells = torch.cat([(chosen[:, :, None] * ratio + within).flatten(1), behind], 1)
+        seen = torch.cat([seen[:, :, None].expand(-1, -1, ratio).flatten(1), behind <= positions], 1)
+        at = (slots[:, None], slice(None), cells.clamp_max(cache.k.shape[2] - 1))
+        k, v = (kept[at].transpose(1, 2) for kept in (cache.k, cache.v))
+        return attend_own(q, k, v, seen, scale=self.attention_scale)
 
     def _seen(self, i_layer: int, queries: torch.Tensor, segment: Segment, cache: KvCache) -> torch.Tensor:
         """Positions that each query attends to, bool `[T, C]`: those of the best blocks, and those behind the last."""

@@ -13,6 +13,7 @@ import torch
 
 from overspill.device.base import Buffer, Devices, MemoryKind
 from overspill.models.base import HParams
+from overspill.pipeline.history import TokenHistory
 from overspill.pipeline.ledger import Resource
 from overspill.pipeline.split import N_TILES, Layout, detours
 from overspill.placement.budget import N_LOGIT_BUFFERS, N_LOGIT_ROWS, StagingPlan
@@ -74,6 +75,7 @@ class Memory:
         self.n_vocab = hp.n_vocab
         self.n_expert_used = hp.n_expert_used
         self.has_states = hp.has_states
+        self.history = TokenHistory(hp.n_before, n_slots=sizes.n_slots, n_cells=sizes.n_cells)
         self._devices = devices
         self._hp = hp
         self._buffers: dict[Resource, tuple[Buffer, ...]] = {}

@@ -85,10 +85,12 @@ class StepRunner:
 
     @classmethod
     def serves(cls, devices: Devices, layout: Layout, hp: HParams) -> bool:
-        """Whether steps of this model can be recorded: nothing of it may depend on the host."""
+        """Whether steps of this model can be recorded: nothing that a device does may depend on the host, as the
+        embedding does where tokens before count."""
         on_host = layout.host in {*layout.layer_device, layout.output_device}
+        is_embedding_bound = hp.n_before > 0 and layout.embed_on is not None
         can_record = all(device.can_record for device in devices.accelerators)
-        return bool(devices.accelerators) and can_record and not on_host and hp.takes_steps
+        return bool(devices.accelerators) and can_record and not on_host and not is_embedding_bound
 
     def suits(self, wave: Wave, schedule: WaveSchedule) -> bool:
         """Whether a wave is a step whose experts need no upload. States of sequences that begin are zeros, not rows."""

@@ -17,7 +17,6 @@ from overspill.cache.kv import KvCache
 from overspill.device.base import Buffer, Stream
 from overspill.kernels import Ops
 from overspill.models.base import HParams, Model, Routing, UbatchView, forward_layer
-from overspill.pipeline.history import TokenHistory
 from overspill.pipeline.ledger import Resource
 from overspill.pipeline.memory import Memory
 from overspill.pipeline.ring import PinnedRing
@@ -54,8 +53,6 @@ class Work:
         self._host_ops = host_ops
         self._rings = rings
         self._tables = tables
-        sizes = memory.sizes
-        self._history = TokenHistory(model.hparams.n_before, n_slots=sizes.n_slots, n_cells=sizes.n_cells)
         self._slab_ids: dict[tuple[int, int], Sequence[int]] = {}
         self._turned: defaultdict[tuple[int, int], Angles] = defaultdict(dict)
         self._compute: dict[Verb, Callable[[Action, Ubatch], Callable[[], None]]] = {
@@ -152,7 +149,7 @@ class Work:
         return x
 
     def _embed(self, action: Action, ubatch: Ubatch) -> Callable[[], None]:
-        before = self._history.add(ubatch.ids, ubatch.segments)
+        before = self._memory.history.add(ubatch.ids, ubatch.segments)
 
         def body() -> None:
             self._x(action, ubatch).copy_(self._model.embed(self._ids(action, ubatch), before))

@@ -87,11 +87,6 @@ class HParams:
         return KvShape(self.n_head_kv, self.head_dim, self.value_dim)
 
     @property
-    def takes_steps(self) -> bool:
-        """Whether all layers can take positions and rows of states from the device (`kernels.Steps`)."""
-        return not self.has_states and self.n_before == 0
-
-    @property
     def has_states(self) -> bool:
         """Whether some layer keeps a state, so that sequences cannot be cut back to any position."""
         return any(self.kv_shape(i).state for i in range(self.n_layer))

@@ -63,11 +63,6 @@ class DeltaHParams(HParams):
     is_recurrent: tuple[bool, ...]
 
     @property
-    def takes_steps(self) -> bool:
-        """The delta rule does."""
-        return self.n_before == 0
-
-    @property
     def n_scratch(self) -> int:
         """Values for each token that the delta rule holds at once."""
         return self.delta.n_scratch

@@ -1,0 +1,37 @@
+"""Three sequences of a fixture that are decoded together, past where windows and blocks of its models end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from overspill.pipeline.wave import Segment, Ubatch, Wave
+from tests.models.fixtures import Case
+
+N_SLOTS, N_CELLS, N_UBATCH = 3, 144, 64
+
+
+def ubatch(*pieces: tuple[Sequence[int], Segment]) -> Ubatch:
+    ids = tuple(i for tokens, s in pieces for i in tokens[s.first_pos : s.end_pos])
+    return Ubatch(ids, tuple(s for _, s in pieces), tuple(range(len(ids))))
+
+
+def waves_of(case: Case) -> tuple[list[Wave], list[Wave]]:
+    """Prompts, and steps after them: of three sequences, in two orders, and of the longest alone, past position 128."""
+    a, b, c = (case.expected(f"input_ids_{i}").tolist() for i in (1, 0, 2))
+    prompts = [(a, Segment(0, 0, 64)), (a, Segment(0, 64, 61)), (b, Segment(1, 0, 36)), (c, Segment(2, 0, 3))]
+    steps = []
+    for i in range(4):
+        pieces = [(tokens, Segment(slot, n + i, 1)) for slot, (tokens, n) in enumerate(((a, 125), (b, 36), (c, 3)))]
+        steps.append(ubatch(*(pieces if i < 2 else pieces[::-1])))
+    steps += [ubatch((a, Segment(0, position, 1))) for position in range(129, 133)]
+    return [Wave((ubatch(piece),)) for piece in prompts], [Wave((step,)) for step in steps]
+
+
+def decoded(run: Callable[[Wave], list[torch.Tensor]], case: Case) -> torch.Tensor:
+    """Logits of all steps, after the prompts."""
+    prompts, steps = waves_of(case)
+    for wave in prompts:
+        run(wave)
+    return torch.cat([rows for wave in steps for rows in run(wave)])
