@@ -263,7 +263,7 @@ def pipe(
         if n_trials:
             step_work = StepWork(*parts, tables=tables)
             assert StepRunner.serves(devices, layout, hp)
-            steps = StepRunner(devices, layout, memory, step_work, tables, n_threads=2)
+            steps = StepRunner(devices, layout, memory, step_work, tables, n_threads=1)
         runner = Runner(
             devices,
             layout,
