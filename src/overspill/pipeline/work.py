@@ -121,7 +121,7 @@ class Work:
     def put_tokens(self, slot: int, ids: Sequence[int]) -> None:
         """A slot's first cells came from elsewhere; these are their tokens."""
         if ids:
-            self._history.add(ids, (Segment(slot, 0, len(ids)),))
+            self._memory.history.add(ids, (Segment(slot, 0, len(ids)),))
 
     def begin_wave(self) -> None:
         """Slabs hold the experts of the layout again, and no angles of a former wave are left."""
