@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import cycle
 
-import numba
 import numpy as np
 import torch
 
@@ -39,7 +38,7 @@ def main() -> None:
     print_start_up([TensorType[name] for name in args.types])
     for n_threads in args.threads:
         torch.set_num_threads(n_threads)
-        numba.set_num_threads(n_threads)
+        kernels.use_threads(n_threads)
         print(f"\n{n_threads} threads; torch product {torch_gflops(args.seconds):.0f} GFLOP/s,", end=" ")
         print(f"reading memory {read_gb_per_s(args.seconds):.1f} GB/s")
         for name in args.types:

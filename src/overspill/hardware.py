@@ -102,6 +102,7 @@ def open_for(options: Options) -> Devices:
     """The devices that the options name, with their share of the CPU's threads; the caller closes them."""
     n_threads = options.threads or len(os.sched_getaffinity(0))
     cpu.use_threads(n_threads)
+    cpu.use_threads_by_default(n_threads)
     spec = "cpu" if options.devices == "none" else options.devices
     memory = None if options.device_memory is None else ",".join(map(str, options.device_memory))
     kind, _, count = spec.partition(":")

@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 import threading
 
-import numba
 import numpy as np
 import pytest
 import torch
 
 from overspill.gguf.types import TensorType
-from overspill.kernels.numba import experts, has_kernel, matmul
+from overspill.kernels.numba import experts, has_kernel, matmul, use_threads
 from overspill.quant.dequant import dequantize
 from overspill.quant.experts import NO_VECTORS, Activation, ExpertVectors
 from overspill.quant.qtensor import QTensor
@@ -23,7 +22,7 @@ TOLERANCE = 1e-5
 
 @pytest.fixture(autouse=True)
 def _two_threads():
-    numba.set_num_threads(min(2, numba.config.NUMBA_NUM_THREADS))
+    use_threads(2)
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
@@ -154,9 +153,9 @@ def test_matmul_refuses_shapes_that_do_not_fit() -> None:
 
 def test_results_do_not_depend_on_the_number_of_threads() -> None:
     layer = Layer(TensorType.Q4_K)
-    numba.set_num_threads(1)
+    use_threads(1)
     alone = layer.run(), matmul(layer.x, layer.gate[0])
-    numba.set_num_threads(2)
+    use_threads(2)
     assert torch.equal(layer.run(), alone[0])
     assert torch.equal(matmul(layer.x, layer.gate[0]), alone[1])
 
@@ -295,7 +294,7 @@ def test_calls_from_several_threads_at_once() -> None:
     wrong: list[int] = []
 
     def work(i: int) -> None:
-        numba.set_num_threads(1 + i % 2)
+        use_threads(1 + i % 2)
         for _ in range(20):
             same = torch.equal(layers[i].run(), expected[i][0])
             if not (same and torch.equal(matmul(layers[i].x, layers[i].up[1]), expected[i][1])):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
-import numba
 import numpy as np
 import pytest
 import torch
 
 from overspill.gguf.types import TensorType
 from overspill.kernels import AttentionWeights, RouterWeights, cpu
+from overspill.kernels.numba import use_threads
 from overspill.quant.experts import Activation, ExpertWeights
 from tests.kernels.weights import random_weight
 
@@ -63,11 +63,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.parametrize("max_products", [1 << 20, 0], ids=["one-call", "attention-apart"])
-def test_attention_of_one_token_has_the_bits_of_its_ops(
-    name: str, max_products: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cpu, "_FEW_PRODUCTS", max_products)
+def test_attention_of_one_token_has_the_bits_of_its_ops(name: str) -> None:
     w = weights(**CHANGES[name])
     attend = cpu.token_attention(w)
     assert attend is not None
@@ -99,7 +95,7 @@ def test_any_thread_with_any_number_of_threads_may_call() -> None:
     results = []
 
     def work(n_threads: int) -> None:
-        numba.set_num_threads(min(n_threads, numba.config.NUMBA_NUM_THREADS))
+        use_threads(n_threads)
         for _ in range(2):
             x, keys, values, angles = inputs(7)
             results.append(attend(x, keys, values, 9, angles))

@@ -34,6 +34,12 @@ def use_threads(n_threads: int) -> None:
     fast.use_threads(n_threads)
 
 
+def use_threads_by_default(n_threads: int) -> None:
+    """CPU threads that ops called from threads without a number of their own may use."""
+    torch.set_num_threads(n_threads)
+    fast.use_threads_by_default(n_threads)
+
+
 @cache
 def _has_kernel(type: TensorType) -> bool:
     found = fast.has_kernel(type)
@@ -154,7 +160,7 @@ def token_attention(weights: AttentionWeights) -> TokenAttention | None:
     n_model = w.gain.numel()
     if n_model % fast.UNIT_ELEMENTS or not all(_has_kernel(matrix.type) for matrix in (w.q, w.k, w.v, w.output)):
         return None
-    return fast.TokenAttention(w, _FEW_PRODUCTS // w.q.shape[0], attention)
+    return fast.TokenAttention(w)
 
 
 def token_router(weights: RouterWeights) -> TokenRouter | None:

@@ -1,4 +1,4 @@
-"""Attention of a few tokens, in one compiled call on the calling thread; see `rows`."""
+"""Attention of a few tokens, or of one to many cells, in one compiled call; see `rows`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ import torch
 from torch import Tensor
 
 from overspill.kernels.numba.finish import exp_from
-from overspill.kernels.numba.jit import inner_sums
-from overspill.kernels.numba.memory import load_f32, reader, store_f32
-from overspill.kernels.numba.native import callable_at, direct_address
+from overspill.kernels.numba.jit import inner, inner_sums
+from overspill.kernels.numba.memory import load_f32, next_number, reader, store_f32
+from overspill.kernels.numba.native import callable_at, direct_address, float_bits
 from overspill.kernels.numba.rows import ONE, ZERO, check_rows, dot
 from overspill.kernels.numba.target import LANES, SOURCE_DIGEST
 from overspill.kernels.numba.workspace import WORKSPACE
 
 
 class AttentionCall(NamedTuple):
-    """Addresses, and strides in bytes. window: of cells; sinks: 0 for none. scores: room for one head."""
+    """Addresses, and strides in bytes. window: of cells; sinks: 0 for none. scores: room for one head of each thread.
+
+    scale: float32, in the low half. n_tasks: parts of the heads. next_task: a counter, to be set to 0 before.
+    """
 
     q: int
     q_stride: int
@@ -40,8 +43,12 @@ class AttentionCall(NamedTuple):
     n_channels: int
     n_values: int
     window: int
+    scale: int
+    n_tasks: int
+    next_task: int = 0
 
 
+_SCALE, _NEXT_TASK = (AttentionCall._fields.index(name) for name in ("scale", "next_task"))
 _read_attention = reader(AttentionCall)
 
 
@@ -56,7 +63,6 @@ def attend_few(
     if sinks is not None and (sinks.shape != (H,) or sinks.dtype != torch.float32 or not sinks.is_contiguous()):
         raise ValueError(f"sinks {sinks.dtype} {tuple(sinks.shape)} do not fit {H} heads")
     out = torch.empty(T, H * B)
-    scores_bytes = 4 * (C + LANES)
     call = WORKSPACE.memory("call", 8 * len(AttentionCall._fields))
     call.write(
         AttentionCall(
@@ -65,7 +71,7 @@ def attend_few(
             *(v.data_ptr(), 4 * v.stride(1), 4 * v.stride(0)),
             out=out.data_ptr(),
             sinks=0 if sinks is None else sinks.data_ptr(),
-            scores=WORKSPACE.memory("scores", scores_bytes).address,
+            scores=scores_room(C, 1),
             n_queries=T,
             n_cells=C,
             n_heads=H,
@@ -73,58 +79,82 @@ def attend_few(
             n_channels=A,
             n_values=B,
             window=C if window is None else window,
+            scale=float_bits(scale),
+            n_tasks=1,
         )
     )
-    callable_at(attend_address(), 1, 1)(call.address, scale)
+    callable_at(attend_address(), 2)(call.address, 0)
     return out
+
+
+def scores_room(n_cells: int, n_threads: int) -> int:
+    """Address of what the threads of an attention need."""
+    return WORKSPACE.memory("scores", n_threads * _scores_bytes(n_cells)).address
 
 
 @cache
 def attend_address() -> int:
-    """(call), scale."""
+    """(call, i_thread). Tasks are neighbouring heads, which share keys and values."""
     digest = SOURCE_DIGEST
 
-    def attend_all(call, scale):
+    def attend_some(call, i_thread):
         _ = digest
         c = _read_attention(call)
-        n_shared = c.n_heads // c.n_kv_heads
-        for t in range(c.n_queries):
-            last = c.n_cells - c.n_queries + t + 1
-            first = max(0, last - c.window)
-            for h in range(c.n_heads):
-                q = c.q + t * c.q_stride + h * c.q_head_stride
-                k = c.k + h // n_shared * c.k_head_stride + first * c.k_stride
-                v = c.v + h // n_shared * c.v_head_stride + first * c.v_stride
-                out = c.out + 4 * (t * c.n_heads + h) * c.n_values
-                total = _weigh(q, k, c, last - first, h, scale)
-                _mix(v, c, last - first, out, ONE / total)
+        scores = c.scores + i_thread * _room(c.n_cells)
+        while True:
+            task = next_number(call + 8 * _NEXT_TASK)
+            if task >= c.n_tasks:
+                break
+            for h in range(c.n_heads * task // c.n_tasks, c.n_heads * (task + 1) // c.n_tasks):
+                _attend_head(c, h, scores, load_f32(call, 2 * _SCALE))
 
-    return direct_address(attend_all, 1, 1)
+    return direct_address(attend_some, 2)
+
+
+def _scores_bytes(n_cells: int) -> int:
+    return 4 * (n_cells + 2 * LANES) // 64 * 64
+
+
+_room = inner(_scores_bytes)
 
 
 @inner_sums
-def _weigh(q, k, c, n, h, scale):
-    """The weights of n cells, not divided by their sum, to c.scores; returns the sum, with the sink's."""
+def _attend_head(c, h, scores, scale):
+    n_shared = c.n_heads // c.n_kv_heads
+    for t in range(c.n_queries):
+        last = c.n_cells - c.n_queries + t + 1
+        first = max(0, last - c.window)
+        q = c.q + t * c.q_stride + h * c.q_head_stride
+        k = c.k + h // n_shared * c.k_head_stride + first * c.k_stride
+        v = c.v + h // n_shared * c.v_head_stride + first * c.v_stride
+        out = c.out + 4 * (t * c.n_heads + h) * c.n_values
+        total = _weigh(q, k, c, scores, last - first, h, scale)
+        _mix(v, c, scores, last - first, out, ONE / total)
+
+
+@inner_sums
+def _weigh(q, k, c, scores, n, h, scale):
+    """The weights of n cells, not divided by their sum, to `scores`; returns the sum, with the sink's."""
     top = load_f32(c.sinks, h) if c.sinks != 0 else np.float32(-np.inf)
     for i in range(n):
         score = dot(q, k + i * c.k_stride, c.n_channels) * scale
-        store_f32(c.scores, i, score)
+        store_f32(scores, i, score)
         top = max(top, score)
     for i in range(n, n + LANES):
-        store_f32(c.scores, i, top)
+        store_f32(scores, i, top)
     for i in range(0, n, LANES):
-        exp_from(c.scores + 4 * i, top)
+        exp_from(scores + 4 * i, top)
     total = np.exp(load_f32(c.sinks, h) - top) if c.sinks != 0 else ZERO
     for i in range(n):
-        total += load_f32(c.scores, i)
+        total += load_f32(scores, i)
     return total
 
 
 @inner_sums
-def _mix(v, c, n, out, factor):
+def _mix(v, c, scores, n, out, factor):
     for b in range(c.n_values):
         store_f32(out, b, ZERO)
     for i in range(n):
-        weight = load_f32(c.scores, i) * factor
+        weight = load_f32(scores, i) * factor
         for b in range(c.n_values):
             store_f32(out, b, load_f32(out, b) + weight * load_f32(v + i * c.v_stride, b))

@@ -10,9 +10,10 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba import get_num_threads
 from torch import Tensor
 
+from overspill.kernels.numba import crew
+from overspill.kernels.numba.crew import Crew, run
 from overspill.kernels.numba.digits import digit_bytes
 from overspill.kernels.numba.expert_loops import (
     IS_WRONG,
@@ -24,7 +25,7 @@ from overspill.kernels.numba.expert_loops import (
     hidden_address,
 )
 from overspill.kernels.numba.matmul import padded
-from overspill.kernels.numba.native import Program, Step, run
+from overspill.kernels.numba.native import Step, float_bits
 from overspill.kernels.numba.panel import (
     SCRATCH_BYTES,
     SILU,
@@ -124,7 +125,7 @@ def _steps(
     """What adds the experts' outputs, and the call block that it works from. memory: gives it."""
     (n_tokens, n_used), (n_slots, n_hidden, n_model) = ids.shape, stacks[0].shape
     n_experts = n_slots if slot_of is None else len(slot_of)
-    n_threads, n_pairs, hidden_stride = get_num_threads(), n_tokens * n_used, _hidden_stride(stacks[0])
+    n_threads, n_pairs, hidden_stride = crew.n_threads(), n_tokens * n_used, _hidden_stride(stacks[0])
     # The call block: fields, three descriptions, then arrays of int64.
     call = memory("call", 8 * (_N_FIELDS + 3 * _N_ROWS_FIELDS + 4 * n_experts + 1 + 6 * n_pairs))
     gate = call.address + 8 * _N_FIELDS
@@ -183,7 +184,7 @@ def _steps(
         pair_outputs=pairs + 8 * 2 * n_pairs,
         pair_weights=pairs + 8 * 3 * n_pairs,
         pair_limits=pairs + 8 * 3 * n_pairs + 4 * n_pairs,
-        limit=int(np.float32(limit).view(np.int32)),
+        limit=float_bits(limit),
         x_digits=x_digits,
         x_digits_stride=x_digits_stride,
         hidden_digits=hidden_digits,
@@ -222,7 +223,7 @@ class TokenExperts:
         self._call.write((x.data_ptr(),), _X)
         self._call.write((ids.data_ptr(), mix.data_ptr()), _IDS)
         self._call.write((out.data_ptr(),), _OUT)
-        self._program.run(0, self._n_steps)
+        self._crew.run()
         slot_of = self._weights.slot_of
         assert not isinstance(slot_of, Tensor)
         _check_done(self._call, self._weights.gate.shape[0], slot_of)
@@ -237,7 +238,7 @@ class TokenExperts:
         slots = None if w.slot_of is None else np.ascontiguousarray(w.slot_of, dtype=np.int32)
         then, limit = _THEN[self._act], w.vectors.limit
         steps, self._call = _steps(x, w.parts, ids, mix, slots, out, then, adjustments, limit, pieces.memory)
-        self._n_steps, self._program = len(steps), Program(steps, [*pieces.kept, slots])
+        self._crew = Crew(steps, crew.n_threads(), [*pieces.kept, slots])
 
 
 class PreparedExperts:

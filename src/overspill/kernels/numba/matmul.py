@@ -8,13 +8,14 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import get_num_threads
 from torch import Tensor
 
+from overspill.kernels.numba import crew
+from overspill.kernels.numba.crew import run
 from overspill.kernels.numba.digits import digit_bytes, digitise
 from overspill.kernels.numba.jit import inner
 from overspill.kernels.numba.memory import next_number, reader, store_f32, store_i64
-from overspill.kernels.numba.native import Step, c_function, caller, run
+from overspill.kernels.numba.native import Step, c_function, caller
 from overspill.kernels.numba.panel import (
     ADD,
     BLOCK_TOKENS,
@@ -47,6 +48,7 @@ class _Call(NamedTuple):
     """
 
     counter: int
+    digits_counter: int
     multiply: int
     n_tokens: int
     n_threads: int
@@ -84,6 +86,7 @@ _call_multiply = caller(N_MULTIPLY_ARGS)
 # Where in a call of one matrix the addresses of its input and output are, for calls that are run again.
 X_NUMBER = _Call._fields.index("x")
 OUT_NUMBER = len(_Call._fields) + _Product._fields.index("out")
+_COUNTER, _DIGITS_COUNTER = 0, 1
 _N_CALL, _N_PRODUCT = len(_Call._fields), len(_Product._fields)
 _PRODUCT_BYTES = 8 * (_N_PRODUCT + len(Rows._fields))
 
@@ -92,7 +95,7 @@ def matmul(x: Tensor, w: QTensor) -> Tensor:
     """x float32 [T, K] times w [N, K] transposed: float32 [T, N].
 
     Every product sums in one order whatever T, so a token's result has the same bits in any batch and with any
-    number of threads (`numba.set_num_threads` of the calling thread). The type of `w` must have a kernel.
+    number of threads (`crew.use_threads`). The type of `w` must have a kernel.
     Raises ValueError if the shapes do not fit.
     """
     return matmuls(x, (w,))[0]
@@ -142,7 +145,7 @@ def product_steps(
     n_tokens, n_elements = x_shape
     all_rows = [describe(w) for w in weights]
     n_bytes = sum(w.shape[0] * rows.row_bytes for w, rows in zip(weights, all_rows, strict=True))
-    n_threads = max(1, min(get_num_threads(), n_tokens * n_bytes // _BYTES_PER_THREAD))
+    n_threads = max(1, min(crew.n_threads(), n_tokens * n_bytes // _BYTES_PER_THREAD))
     # The call block: fields, products with their descriptions, then arrays with an entry per token.
     n_arrays = len(weights) + 3  # inputs, digit inputs, outputs, ones
     call = memory("call", 8 * (_N_CALL + n_arrays * n_tokens) + len(weights) * _PRODUCT_BYTES)
@@ -153,6 +156,7 @@ def product_steps(
     has_few = n_threads == 1 or n_tokens * n_elements <= _FEW_ACTIVATIONS
     numbers: tuple[int, ...] = _Call(
         counter=0,
+        digits_counter=0,
         multiply=multiply_address(),
         n_tokens=n_tokens,
         n_threads=n_threads,
@@ -203,7 +207,8 @@ def _prepare_address() -> int:
     def prepare_matmul(call, i_thread):
         _ = digest
         c = _read_call(call)
-        store_i64(call, 0, 0)
+        store_i64(call, _COUNTER, 0)
+        store_i64(call, _DIGITS_COUNTER, 0)
         for i in range(c.n_tokens):
             store_i64(c.inputs, i, c.x + i * c.x_stride)
             store_i64(c.digit_inputs, i, c.digits + i * c.digits_stride)
@@ -225,7 +230,10 @@ def _digitise_address() -> int:
     def digitise_tokens(call, i_thread):
         _ = digest
         c = _read_call(call)
-        for i in range(i_thread, c.n_tokens, c.n_threads):
+        while True:
+            i = next_number(call + 8 * _DIGITS_COUNTER)
+            if i >= c.n_tokens:
+                break
             digitise(c.x + i * c.x_stride, c.n_elements, c.digits + i * c.digits_stride)
 
     return c_function(digitise_tokens, 2)
@@ -244,7 +252,7 @@ def _work_address() -> int:
         i_product, first_task, n_tasks = -1, 0, 0
         n_per_task, product = 1, c.products
         p = _read_product(product)
-        task = next_number(call)
+        task = next_number(call + 8 * _COUNTER)
         while True:
             while task >= first_task + n_tasks:
                 i_product += 1
@@ -261,6 +269,6 @@ def _work_address() -> int:
             part = (product + 8 * _N_PRODUCT, 0, row, n_rows, 0, 0, 0)
             tokens = (n_tokens, p.inputs + 8 * first, p.outputs + 8 * first, c.weights + 4 * first)
             _call_multiply(c.multiply, (*part, *tokens, c.then, scratch))
-            task = next_number(call)
+            task = next_number(call + 8 * _COUNTER)
 
     return c_function(work_matmul, 2)

@@ -1,25 +1,24 @@
-"""Compiled code behind plain addresses, and the one parallel loop that runs it.
+"""Compiled code behind plain addresses.
 
 Everything below the Python wrappers is a C function of int64 arguments, compiled on its own at first use and cached
-on disk. That keeps start-up short (Numba's own calls are compiled again into every caller, its parallel loops are
-slow to compile) and lets code that knows no tensor type call code that does.
+on disk. That keeps start-up short (Numba's own calls are compiled again into every caller) and lets code that knows no
+tensor type call code that does.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
 from llvmlite import ir
-from numba import prange, types
+from numba import types
 
 from overspill.kernels.numba.emit import F32, I64, Emitter
-from overspill.kernels.numba.jit import REASSOCIATES, cached, cfunc, intrinsic, njit
-from overspill.kernels.numba.memory import load_i64
+from overspill.kernels.numba.jit import REASSOCIATES, cached, cfunc, intrinsic
 from overspill.kernels.numba.target import SOURCE_DIGEST
-from overspill.kernels.numba.workspace import WORKSPACE, Memory
 
 _N64 = types.int64
 _KEPT: list[Any] = []
@@ -81,56 +80,20 @@ def caller(n_arguments: int) -> Any:
     return call
 
 
-_call_task = caller(2)
+def float_bits(value: float) -> int:
+    """The bits of a float32, for the low half of an int64 number."""
+    return int(np.float32(value).view(np.int32))
 
 
 class Step(NamedTuple):
-    """A C function (call, i) to be called for i = 0 .. n_calls - 1, each on a thread of its own."""
+    """A C function (call, i), called once, with 0, or by up to `n_calls` threads at once, with their numbers.
+
+    Functions of several calls must work on tasks that they take from a counter, until there are no more.
+    """
 
     address: int
     call: int
     n_calls: int = 1
-
-
-_STEP_BYTES = 8 * len(Step._fields)
-
-
-def _run_all(steps, n_steps):
-    for i_step in range(n_steps):
-        at = steps + i_step * _STEP_BYTES
-        address, call, n_calls = load_i64(at, 0), load_i64(at, 1), load_i64(at, 2)
-        if n_calls == 1:
-            _call_task(address, (call, 0))
-        else:
-            for i in prange(n_calls):
-                _call_task(address, (call, i))
-
-
-_run_steps = cached(njit, _run_all, parallel=True, nogil=True, error_model="numpy")
-
-
-class Program:
-    """Steps that run one after the other, each when the one before is done. kept: memory that they use."""
-
-    def __init__(self, steps: Sequence[Step], kept: Sequence[object]) -> None:
-        self._numbers = Memory(_STEP_BYTES * len(steps))
-        self._numbers.write(tuple(number for step in steps for number in step))
-        self._kept = kept
-
-    def run(self, first: int, end: int) -> None:
-        """Steps `first` to `end - 1`."""
-        _run_steps(self._numbers.address + first * _STEP_BYTES, end - first)
-
-
-def run(steps: Sequence[Step]) -> None:
-    """Run steps once. Those of one call run on the calling thread."""
-    if all(step.n_calls == 1 for step in steps):
-        for step in steps:
-            callable_at(step.address, 2)(step.call, 0)
-        return
-    numbers = WORKSPACE.memory("steps", _STEP_BYTES * len(steps))
-    numbers.write(tuple(number for step in steps for number in step))
-    _run_steps(numbers.address, len(steps))
 
 
 @cache

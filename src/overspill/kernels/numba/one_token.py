@@ -7,15 +7,14 @@ else of the calls is written once, for the thread that calls and for its number 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from overspill.kernels import AttentionWeights, RouterWeights
-from overspill.kernels.numba.attend import AttentionCall, attend_address
+from overspill.kernels.numba.attend import AttentionCall, attend_address, scores_room
+from overspill.kernels.numba.crew import Crew, n_threads
 from overspill.kernels.numba.matmul import OUT_NUMBER, X_NUMBER, product_steps
-from overspill.kernels.numba.native import Program, Step, block_step_address
+from overspill.kernels.numba.native import Step, block_step_address, float_bits
 from overspill.kernels.numba.panel import ADD, STORE
 from overspill.kernels.numba.pick import pick_address
 from overspill.kernels.numba.pieces import Pieces, circumstances_of
@@ -27,23 +26,18 @@ from overspill.kernels.numba.rows import (
     norm_rows_address,
     prepare_heads_address,
 )
-from overspill.kernels.numba.target import LANES
-from overspill.kernels.numba.workspace import WORKSPACE, Memory
+from overspill.kernels.numba.workspace import Memory
 
 # Where in a norm's block x is, before its output, and where in that of a choice the ids are, before their weights.
 _X, _IDS = 2, 4
+_TASKS_PER_THREAD = 2
 
 
 class TokenAttention:
-    """Norm, q, k, v, heads, attention, output projection, residual.
+    """Norm, q, k, v, heads, attention, output projection, residual."""
 
-    attend: attention over more cells than one thread should look at, as `kernels.Attention`.
-    """
-
-    def __init__(self, weights: AttentionWeights, max_cells: int, attend: Callable[..., Tensor]) -> None:
+    def __init__(self, weights: AttentionWeights) -> None:
         self._weights = weights
-        self._max_cells = max_cells
-        self._attend = attend
         self._written_for: tuple[object, ...] = ()
 
     def __call__(self, x: Tensor, keys: Tensor, values: Tensor, position: int, angles: tuple[Tensor, Tensor]) -> Tensor:
@@ -62,21 +56,12 @@ class TokenAttention:
         self._heads.write((v_address + position * v_stride,), 2 * len(Heads._fields) + _HEADS_OUT)
         self._heads.write((angles[0].data_ptr(), angles[1].data_ptr()), 3 * len(Heads._fields))
         self._add.write((out.data_ptr(),), OUT_NUMBER)
-        if n_cells <= self._max_cells:
-            self._cells.write((k_address + first * k_stride,), _K)
-            self._cells.write((v_address + first * v_stride,), _V)
-            scores = WORKSPACE.memory("scores", 4 * (n_cells + LANES)).address
-            self._cells.write((scores,), _SCORES)
-            self._cells.write((n_cells,), _N_CELLS)
-            self._program.run(0, self._n_steps)
-            return out
-        self._program.run(0, self._i_attend)
-        cells = slice(first, position + 1)
-        attended = self._attend(
-            self._queries, keys[:, cells], values[:, cells], scale=w.scale, window=w.window, sinks=w.sinks
-        )
-        self._attended.copy_(attended)
-        self._program.run(self._i_attend + 1, self._n_steps)
+        self._cells.write((k_address + first * k_stride,), _K)
+        self._cells.write((v_address + first * v_stride,), _V)
+        self._cells.write((scores_room(n_cells, n_threads()),), _SCORES)
+        self._cells.write((n_cells,), _N_CELLS)
+        self._cells.write((0,), _NEXT_TASK)
+        self._crew.run()
         return out
 
     def _write(self, x: Tensor, keys: Tensor, values: Tensor, angles: tuple[Tensor, Tensor]) -> None:
@@ -110,19 +95,18 @@ class TokenAttention:
         )
         heads = pieces.block(prepare_heads_address(), w.eps, self._heads.address, 1)
         self._cells = self._attention_call(pieces, keys, values)
-        attend = pieces.block(attend_address(), w.scale, self._cells.address)
         add = product_steps(
             (self._attended.data_ptr(), 4 * H * B), (1, H * B), (w.output,), [(0, 4 * n_model)], ADD, pieces.memory
         )
         self._add = pieces.latest["call"]
-        before = [
+        steps = [
             Step(block_step_address(5), self._norm.address),
             *project,
             Step(block_step_address(2), heads.address),
+            Step(attend_address(), self._cells.address, n_threads()),
+            *add,
         ]
-        steps = [*before, Step(block_step_address(1), attend.address), *add]
-        self._i_attend, self._n_steps = len(before), len(steps)
-        self._program = Program(steps, pieces.kept)
+        self._crew = Crew(steps, n_threads(), pieces.kept)
 
     def _attention_call(self, pieces: Pieces, keys: Tensor, values: Tensor) -> Memory:
         w, (G, n_all_cells, A), B = self._weights, keys.shape, values.shape[2]
@@ -143,13 +127,17 @@ class TokenAttention:
                 n_channels=A,
                 n_values=B,
                 window=n_all_cells if w.window is None else w.window,
+                scale=float_bits(w.scale),
+                n_tasks=min(H, _TASKS_PER_THREAD * n_threads()),
             )
         )
         return cells
 
 
 _HEADS_OUT = Heads._fields.index("out")
-_K, _V, _SCORES, _N_CELLS = (AttentionCall._fields.index(name) for name in ("k", "v", "scores", "n_cells"))
+_K, _V, _SCORES, _N_CELLS, _NEXT_TASK = (
+    AttentionCall._fields.index(name) for name in ("k", "v", "scores", "n_cells", "next_task")
+)
 
 
 class TokenRouter:
@@ -170,7 +158,7 @@ class TokenRouter:
         self._norm.write((x.data_ptr(), normed.data_ptr()), _X)
         self._product.write((normed.data_ptr(),), X_NUMBER)
         self._pick.write((ids.data_ptr(), mix.data_ptr()), _IDS)
-        self._program.run(0, self._n_steps)
+        self._crew.run()
         return normed, ids, mix
 
     def _write(self, x: Tensor) -> None:
@@ -190,6 +178,4 @@ class TokenRouter:
         rule = (1, n_experts, w.n_used, w.gating, int(w.is_normalised))
         self._pick = pieces.block(pick_address(), w.scale, logits.data_ptr(), bias, 0, 0, scores, *rule)
         norm, pick = Step(block_step_address(5), self._norm.address), Step(block_step_address(10), self._pick.address)
-        steps = [norm, *product, pick]
-        self._n_steps = len(steps)
-        self._program = Program(steps, pieces.kept)
+        self._crew = Crew([norm, *product, pick], n_threads(), pieces.kept)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 
-import numpy as np
 import torch
-from numba import get_num_threads
 from torch import Tensor
 
+from overspill.kernels.numba.crew import n_threads
+from overspill.kernels.numba.native import float_bits
 from overspill.kernels.numba.workspace import WORKSPACE, Memory
 
 
@@ -33,10 +33,10 @@ class Pieces:
     def block(self, address: int, factor: float, *numbers: int) -> Memory:
         """See `block_step_address`."""
         block = self.memory("block", 8 * (2 + len(numbers)))
-        block.write((address, int(np.float32(factor).view(np.int32)), *numbers))
+        block.write((address, float_bits(factor), *numbers))
         return block
 
 
 def circumstances_of(*tensors: Tensor) -> tuple[object, ...]:
     """What a program was written for: its thread, the number of threads, how tensors lie in memory."""
-    return (threading.get_ident(), get_num_threads(), *((x.shape, x.stride(), x.dtype) for x in tensors))
+    return (threading.get_ident(), n_threads(), *((x.shape, x.stride(), x.dtype) for x in tensors))
