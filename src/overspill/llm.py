@@ -267,6 +267,11 @@ class LLM:
         """What slots and queue are doing now; from any thread, without waiting."""
         return self._engine.status
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a device did not compute a wave, or the engine broke: what comes after is not to be trusted."""
+        return self._engine.failed is not None or self._loop.is_broken
+
     def counters(self) -> dict[str, Any]:
         """Uploaded bytes, waves, busy shares and the rest, since loading or `reset_counters`."""
         with self._running:

@@ -33,8 +33,12 @@ class Served:
 
     url: str
     host: Host
-    llm: LLM
     client: httpx.Client
+
+    @property
+    def llm(self) -> LLM:
+        """The model, another one after a device failed."""
+        return self.host.llm
 
     def post(self, path: str, **body: Any) -> httpx.Response:
         return self.client.post(path, content=json.dumps(body))
@@ -112,7 +116,7 @@ def serving(
         with httpx.Client(base_url=url, timeout=60) as client:
             if is_awaited:
                 wait_until(lambda: client.get("/health").status_code == 200)
-            yield Served(url, host, host.llm if is_awaited else None, client)  # type: ignore[arg-type]
+            yield Served(url, host, client)
     finally:
         server.end()
         thread.join(30)

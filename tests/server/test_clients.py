@@ -119,30 +119,6 @@ def test_headers_and_comments_come_before_the_first_token(served: Served) -> Non
 # --- faults
 
 
-def test_a_failed_wave_is_an_error_and_shows_in_health(served: Served) -> None:
-    engine = served.llm._engine
-    run_wave = engine._run_wave
-
-    def broken(wave: Any) -> Any:
-        raise MemoryError("the link is down")
-
-    engine._run_wave = broken
-    try:
-        response = served.post("/completion", prompt="a", **GREEDY)
-        assert response.status_code == 500
-        assert "the link is down" in response.json()["error"]["message"]
-        assert response.json()["error"]["type"] == "server_error"
-        health = served.client.get("/health")
-        assert health.status_code == 503
-        assert "the link is down" in health.text
-        events = served.events("/v1/chat/completions", messages=[{"role": "user", "content": "a"}], **GREEDY)
-        assert [list(event) for event in events] == [["error"]], "no [DONE] after an error"
-    finally:
-        engine._run_wave = run_wave
-    served.ask("/completion", prompt="a", **GREEDY)
-    assert served.client.get("/health").status_code == 200
-
-
 def test_logits_that_are_no_numbers_never_become_text(served: Served) -> None:
     """The request fails, alone, and /health says so until another one was served."""
     engine = served.llm._engine

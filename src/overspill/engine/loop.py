@@ -77,8 +77,14 @@ class EngineLoop:
         self._lock = threading.Lock()  # guards _streams and _stopped
         self._streams: dict[str, SimpleQueue[Event]] = {}
         self._stopped: str | None = None
+        self._is_broken = False
         self._thread = threading.Thread(target=self._run, name="overspill-engine", daemon=True)
         self._thread.start()
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the engine raised what it should not have."""
+        return self._is_broken
 
     def stream(self, request: Request) -> EventStream:
         """Submit a request now. Raises UserError if it cannot be served, EngineStopped if nothing can."""
@@ -149,6 +155,7 @@ class EngineLoop:
                     del self._streams[event.request_id]
 
     def _break(self, message: str) -> None:
+        self._is_broken = True
         self._stop(message)
         with self._lock:
             for request_id, events in self._streams.items():

@@ -132,7 +132,7 @@ class Generation:
         """On a thread of its own: from the engine's stream to the event loop's queue."""
         for event in stream:
             if isinstance(event, DoneEvent):
-                self._host.note_end(event, is_stopped=answer.is_stopped)
+                self._host.note_end(self._llm, event, is_stopped=answer.is_stopped)
             try:
                 self._loop.call_soon_threadsafe(self._events.put_nowait, (answer.index, event))
             except RuntimeError:  # the event loop is gone, and with it everybody who would listen
@@ -177,4 +177,4 @@ def _check_end(done: DoneEvent, *, is_stopped: bool) -> None:
     if done.reason in ("error", "refused"):
         raise ApiError(500 if done.reason == "error" else 400, done.message)
     if done.reason == "cancelled" and not is_stopped:
-        raise ApiError(503, "the request was cancelled: the server is shutting down")
+        raise ApiError(503, "the request was cancelled: the server is shutting down, or loads the model anew")

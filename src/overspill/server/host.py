@@ -1,6 +1,10 @@
 """The model behind the server: loaded on a thread of its own, so that /health answers from the first moment.
 
 A host is loading, then ready or failed, and closed at the end. It is the one place that knows the `LLM`.
+
+When a device fails, nothing that it computes later can be trusted: the requests of that engine end, the model is loaded
+anew, and until it is there everybody gets 503. Where that does not help, because it fails again before anything was
+served, or cannot be loaded, the host has failed, and the process is to end.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property
 
 from overspill.engine.request import DoneEvent
@@ -29,6 +34,10 @@ class _Abandoned(Exception):
     """Loading was given up because the server ends."""
 
 
+class DeviceLost(RuntimeError):
+    """A device failed, and loading the model anew did not help."""
+
+
 class Host:
     """open_model: loads it, telling its progress. name: the model's, in answers."""
 
@@ -42,6 +51,9 @@ class Host:
         self._open_model = open_model
         self._llm: LLM | None = None
         self._last_error: str | None = None
+        self._n_restarts = 0
+        self._has_served = False
+        self._restart_lock = threading.Lock()
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._load, name="overspill-load", daemon=True)
 
@@ -53,9 +65,17 @@ class Host:
     @property
     def llm(self) -> LLM:
         """The model; ApiError 503 until it is loaded."""
-        if self._llm is None or self._is_closing.is_set():
-            raise ApiError(503, "the server is shutting down" if self._is_closing.is_set() else "Loading model")
-        return self._llm
+        if (llm := self._llm) is not None and not self._is_closing.is_set():
+            return llm
+        if self._is_closing.is_set():
+            raise ApiError(503, "the server is shutting down")
+        trouble = self._last_error
+        raise ApiError(503, "Loading model" if trouble is None else f"Loading the model anew, because {trouble}")
+
+    @property
+    def n_restarts(self) -> int:
+        """How often the model was loaded anew because a device failed."""
+        return self._n_restarts
 
     @cached_property
     def grammars(self) -> Grammars:
@@ -67,21 +87,50 @@ class Host:
         """What the device or the engine said when a request failed; None once another one was served."""
         return self._last_error
 
-    def note_end(self, done: DoneEvent, *, is_stopped: bool) -> None:
-        """A request has ended. is_stopped: by a stop string, which the engine sees as cancelled."""
+    def note_end(self, llm: LLM, done: DoneEvent, *, is_stopped: bool) -> None:
+        """A request of a model has ended. is_stopped: by a stop string, which the engine sees as cancelled."""
         self.totals.count(done, is_stopped=is_stopped)
         if done.reason == "error":
             self._last_error = done.message
-        elif done.n_generated:
-            self._last_error = None
+            if llm.has_failed:
+                self._restart(llm)
+        elif done.n_generated and llm is self._llm:
+            self._last_error, self._has_served = None, True
 
     def close(self) -> None:
         """End all requests and give the devices back; idempotent."""
         self._is_closing.set()
-        if self._thread.ident is not None:
-            self._thread.join(_PATIENCE_S)
-        if self._llm is not None:
-            self._llm.close()
+        with self._restart_lock:
+            thread, llm = self._thread, self._llm
+        if thread.ident is not None:
+            thread.join(_PATIENCE_S)
+        if (llm := llm or self._llm) is not None:
+            llm.close()
+
+    def _restart(self, llm: LLM) -> None:
+        """Load the model anew in place of one whose device failed; from any thread, once for each model."""
+        with self._restart_lock:
+            if llm is not self._llm or self._is_closing.is_set():
+                return
+            self._llm = None
+            self._thread = threading.Thread(target=self._reload, args=(llm,), name="overspill-load", daemon=True)
+            self._thread.start()
+
+    def _reload(self, broken: LLM) -> None:
+        _log.error("%s: loading the model anew", self._last_error)
+        with suppress(Exception):  # what is broken may not even end in order
+            broken.close()
+        del broken
+        if not self._has_served:
+            self._fail(DeviceLost(f"{self._last_error}, before anything was served; see to the device and start again"))
+            return
+        self._n_restarts += 1
+        self._has_served = False
+        self._load()
+
+    def _fail(self, error: Exception) -> None:
+        self.failure = error
+        self._on_failure()
 
     def _load(self) -> None:
         try:
@@ -89,9 +138,10 @@ class Host:
         except _Abandoned:
             return
         except Exception as error:
-            self.failure = error
-            self._on_failure()
+            again = DeviceLost(f"{self._last_error}, and the model cannot be loaded anew: {error}")
+            self._fail(again if self._n_restarts else error)
             return
+        self._last_error = None
         self._llm = llm
         _log.info("the model is loaded")
 

@@ -67,6 +67,7 @@ class Metrics:
         yield _counter("overspill:requests", "Requests that ended", counts.n_requests)
         yield _counter("overspill:requests_cancelled", "Requests whose clients left", counts.n_cancelled)
         yield _counter("overspill:requests_failed", "Requests that the device could not finish", counts.n_errors)
+        yield _counter("overspill:restarts", "Times the model was loaded anew", self._host.n_restarts)
 
     def _engine(self) -> Families:
         status = self._host.llm.status

@@ -14,14 +14,15 @@ import uvicorn
 
 from overspill.errors import UserError
 from overspill.server.app import create_app
-from overspill.server.host import Host
+from overspill.server.host import DeviceLost, Host
 from overspill.server.settings import ServerSettings
 
 _PATIENCE_S = 5
 
 
 def run_server(host: Host, settings: ServerSettings) -> None:
-    """Serve until told to end. Raises what kept the model from loading, UserError for an address not to be had."""
+    """Serve until told to end. Raises what kept the model from loading, UserError for an address not to be had;
+    SystemExit 1 when a device was lost."""
     listener = listen(settings)
     config = uvicorn.Config(
         create_app(host, settings),
@@ -34,6 +35,9 @@ def run_server(host: Host, settings: ServerSettings) -> None:
     server = Server(config, host)
     host.start(on_failure=server.end)
     asyncio.run(server.serve(sockets=[listener]))
+    if isinstance(host.failure, DeviceLost):
+        print(f"overspill: {host.failure}", file=sys.stderr, flush=True)
+        raise SystemExit(1)
     if host.failure is not None:
         raise host.failure
 
