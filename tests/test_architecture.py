@@ -16,8 +16,8 @@ LAYERS = [
     {"models"},
     {"pipeline"},
     {"engine"},
-    {"needs"},
-    {"hardware"},
+    {"needs", "saved_rates"},
+    {"hardware", "calibration"},
     {"llm"},
     {"cli", "commands", "bench", "server"},
 ]
@@ -51,6 +51,7 @@ NO_TORCH = [
     "pipeline/spread.py",
     "models/describe.py",
     "needs.py",
+    "saved_rates.py",
     "gpu_memory.py",
     "commands/plan.py",
     "engine/request.py",

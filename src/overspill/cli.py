@@ -1,4 +1,4 @@
-"""The command line: run, serve, bench, plan, info, perplexity, trace.
+"""The command line: run, serve, bench, plan, calibrate, info, perplexity, trace.
 
 A command's own parameters stand in its signature; the options of `Options` are added to it from their declarations,
 so that a flag is spelled, explained and parsed in one place. Bad input ends with one line on stderr and exit code 2.
@@ -282,6 +282,20 @@ def plan(
 
     made = make_plan(_model_or_shape(model, shape, quant, layers), machine, options)
     typer.echo(json.dumps(plan_dict(made), indent=1) if as_json else plan_text(made, with_grid=schedule_grid))
+
+
+@app.command()
+@_with_options(*FLAGS.keys() - {"devices", "device_memory", "threads", "h2d_gbps"})
+def calibrate(
+    *,
+    quant: Annotated[str, typer.Option("--quant", help="tensor types to measure, comma-separated")] = "Q8_0,Q4_K",
+    as_json: AsJson = False,
+    options: dict[str, Any],
+) -> None:
+    """Measure at what rates links and CPU read experts while all do, and keep that for models that spread them."""
+    from overspill.commands.calibrate import run_calibrate
+
+    typer.echo(run_calibrate(quant, as_json=as_json, options=options))
 
 
 @app.command()

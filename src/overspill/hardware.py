@@ -98,9 +98,14 @@ def ops_for(devices: Devices) -> Callable[[Device], Ops]:
     return lambda device: tables.get(device.name, cpu.OPS)
 
 
+def n_threads_for(options: Options) -> int:
+    """Of the CPU: what the user says, or as many as it has for this process."""
+    return options.threads or len(os.sched_getaffinity(0))
+
+
 def open_for(options: Options) -> Devices:
     """The devices that the options name, with their share of the CPU's threads; the caller closes them."""
-    n_threads = options.threads or len(os.sched_getaffinity(0))
+    n_threads = n_threads_for(options)
     cpu.use_threads(n_threads)
     cpu.use_threads_by_default(n_threads)
     spec = "cpu" if options.devices == "none" else options.devices

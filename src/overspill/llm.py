@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from overspill.cache.images import BLOCK_BYTES, ImageStore
+from overspill.calibration import with_rates
 from overspill.device.base import Span
 from overspill.device.lane import Lane
 from overspill.engine.constraint import Constraint
@@ -31,10 +32,10 @@ from overspill.engine.slots import Move, PrefixReuse
 from overspill.errors import UserError
 from overspill.gguf import open_gguf
 from overspill.gguf.source import ModelSource
-from overspill.hardware import machine_for, open_for, ops_for, precision_on
+from overspill.hardware import machine_for, n_threads_for, open_for, ops_for, precision_on
 from overspill.kernels import cpu
 from overspill.models.check import has_tokenizer, tokenizer_of, understand
-from overspill.needs import main_weight, needs_on, shape_for, widens_dense
+from overspill.needs import expert_type, main_weight, needs_on, shape_for, widens_dense
 from overspill.options import Options, options_from
 from overspill.pipeline.choose import choose
 from overspill.pipeline.memory import Memory, Sizes
@@ -77,7 +78,7 @@ class LLM:
         self, model: str | os.PathLike[str] | ModelSource, *, progress: Progress | None = None, **options: Any
     ) -> None:
         self.options = options_from(options)
-        self.n_threads = self.options.threads or len(os.sched_getaffinity(0))
+        self.n_threads = n_threads_for(self.options)
         self.source: ModelSource = open_gguf(model) if isinstance(model, str | os.PathLike) else model
         arch, self.hparams, specs, self.source = understand(self.source)
         self._tokenizer = tokenizer_of(self.source) if has_tokenizer(self.source) else None
@@ -129,6 +130,10 @@ class LLM:
             )
             if loaded.residence.pageable_bytes:
                 self.plan = self.plan.without_spread()
+            if self.plan.n_spread_tokens:
+                rooms = {i: memory["slot", i, 0][0] for i in self.plan.spread_owners}
+                experts = (loaded.host_experts, loaded.model, self.n_threads, expert_type(self.source, specs))
+                self.plan = with_rates(self.plan, self.devices, ops_of, rooms, *experts)
             parts = (loaded.model, layout, memory, loaded.host_experts, cpu.OPS, loaded.rings)
             tables = [ops_of(device) for device in self.devices.all]
             steps = None

@@ -19,7 +19,7 @@ from overspill.options import Options, flag_of
 from overspill.pipeline.slabs import WIDE_VALUE_BYTES
 from overspill.placement.budget import N_LOGIT_ROWS, NO_NEEDS, KernelNeeds
 from overspill.placement.machine import Machine
-from overspill.placement.shape import ModelShape
+from overspill.placement.shape import ModelShape, Role, role_of
 
 _MADE_OF_THREADS = ("virtual:", "null:")
 _DENSE_SHARE = 0.2
@@ -42,6 +42,15 @@ def main_weight(source: ModelSource, specs: Sequence[TensorSpec]) -> Weight:
             n_bytes[info.type, info.shape[-1]] += info.n_bytes
     ((type, n_columns), n_most) = n_bytes.most_common(1)[0]
     return Weight(type, n_columns, n_most)
+
+
+def expert_type(source: ModelSource, specs: Sequence[TensorSpec]) -> str:
+    """The type that most bytes of routed experts are of; empty without experts."""
+    n_bytes: Counter[str] = Counter()
+    for spec in specs:
+        if role_of(spec.name)[0] is Role.EXPERT:
+            n_bytes[source.tensors[spec.name].type.name] += source.tensors[spec.name].n_bytes
+    return n_bytes.most_common(1)[0][0] if n_bytes else ""
 
 
 def has_gpus(machine: Machine) -> bool:

@@ -9,14 +9,15 @@ from typing import Any
 
 from overspill.gguf.source import ModelSource
 from overspill.models.check import understand
-from overspill.needs import main_weight, needs_on, shape_for
-from overspill.options import options_from
+from overspill.needs import expert_type, main_weight, needs_on, shape_for
+from overspill.options import Options, options_from
 from overspill.pipeline.choose import Plan, choose
 from overspill.pipeline.simulate import WaveShape, grid
 from overspill.placement.machine import Machine
 from overspill.placement.report import as_dict, report
 
 _GRID_UBATCHES = 3
+_SHOWN_TOKENS = (1, 4, 16)
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,35 @@ def make_plan(source: ModelSource, machine: Path | None, options: Mapping[str, A
         target = Machine.from_json(machine).select(chosen.devices).capped(chosen.device_memory)
     shape = shape_for(target, chosen, source, hparams, specs)
     plan = choose(shape, target, chosen, needs_on(target, hparams, specs))
+    if machine is None and plan.n_spread_tokens:
+        plan = _with_saved_rates(plan, chosen, expert_type(source, specs))
     decode = plan.predict(WaveShape((1,), sum(plan.reference.n_tokens)))
     return MadePlan(plan, decode.wave_us)
+
+
+def _with_saved_rates(plan: Plan, options: Options, type_name: str) -> Plan:
+    from overspill.calibration import with_saved_rates
+    from overspill.hardware import n_threads_for, open_for
+
+    devices = open_for(options)
+    try:
+        return with_saved_rates(plan, devices, n_threads_for(options), type_name)
+    finally:
+        devices.close()
+
+
+def _shares(plan: Plan) -> dict[str, dict[str, dict[str, int]]]:
+    """Experts by party, by owner of a layer, by number of tokens."""
+    names = plan.machine.names
+    return {
+        str(n): {
+            names[shares[0][0]]: {names[party]: count for party, count in shares}
+            for shares in plan.schedule_for(n).shares
+            if shares
+        }
+        for n in _SHOWN_TOKENS
+        if n <= plan.n_spread_tokens
+    }
 
 
 def plan_dict(made: MadePlan) -> dict[str, Any]:
@@ -54,6 +82,8 @@ def plan_dict(made: MadePlan) -> dict[str, Any]:
         "schedule": plan.schedule.order.value,
         "policy": plan.schedule_for(sum(plan.reference.n_tokens)).policy.value,
         "decode_policy": plan.schedule_for(1).policy.value,
+        "shares": _shares(plan),
+        "party_rates_from": plan.party_rates_from,
         "predicted": {
             "prompt_tokens": sum(plan.reference.n_tokens),
             "prompt_per_second": plan.predicted_tokens_per_second,
@@ -76,6 +106,12 @@ def plan_text(made: MadePlan, *, with_grid: bool) -> str:
         f"predicted pp{n_prompt} {plan.predicted_tokens_per_second:,.0f} tokens/s, "
         f"tg {made.decode_per_second:,.1f} tokens/s, {plan.predicted.uploaded_bytes / 2**20:,.0f} MiB up a wave",
     ]
+    for n, by_owner in _shares(plan).items():
+        (owner, shares), *_ = by_owner.items()
+        parts = ", ".join(f"{name} {count}" for name, count in shares.items())
+        lines.append(f"shares    {n} token{'s' * (n != '1')}: of a layer of {owner}, experts of {parts}")
+    if plan.n_spread_tokens:
+        lines.append(f"          by rates {plan.party_rates_from}; overspill calibrate measures and keeps them")
     if with_grid:
         lines += ["", grid(plan.layout, plan.schedule, _GRID_UBATCHES)]
     return "\n".join(lines)

@@ -237,6 +237,11 @@ class Device(ABC):
     can_record = False
 
     @property
+    def description(self) -> str:
+        """What it is, to know the same hardware again: kind and link."""
+        return self.name.partition(":")[0]
+
+    @property
     @abstractmethod
     def total_bytes(self) -> int:
         """Capacity: the cap given by the user, or the device's own size."""

@@ -17,6 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 
@@ -178,6 +179,11 @@ class CudaDevice(BackendDevice):
         # Recordings are replayed one after the other, so their temporaries may share memory.
         self._recorded = torch.cuda.graph_pool_handle()
 
+    @property
+    def description(self) -> str:
+        properties = torch.cuda.get_device_properties(self._index)
+        return f"{properties.name}, {properties.total_memory >> 20} MiB, {_pcie_link(properties)}"
+
     def _open_stream(self, lane: Lane) -> CudaStream:
         return CudaStream(self, lane)
 
@@ -237,6 +243,17 @@ def _within_chunks(parts: Sequence[Part]) -> Iterator[Part]:
             n = min(n_bytes - done, _PIN_CHUNK_BYTES - at % _PIN_CHUNK_BYTES)
             yield Part(src, at, dst_offset + done, n)
             done += n
+
+
+def _pcie_link(properties: object) -> str:
+    """Fastest speed and present width, as Linux knows them."""
+    domain, bus, number = (getattr(properties, f"pci_{part}_id", 0) for part in ("domain", "bus", "device"))
+    folder = Path(f"/sys/bus/pci/devices/{domain:04x}:{bus:02x}:{number:02x}.0")
+    try:
+        speed, width = ((folder / name).read_text().strip() for name in ("max_link_speed", "current_link_width"))
+    except OSError:
+        return "link unknown"
+    return f"{speed} x{width}"
 
 
 def open_cuda(indices: Sequence[int], caps: Sequence[int | None]) -> tuple[Device, ...]:

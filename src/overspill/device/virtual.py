@@ -157,6 +157,10 @@ class VirtualDevice(VirtualBackend):
         self.rules = VirtualRules(chaos_seed=chaos_seed, poison=poison, h2d_gbps=h2d_gbps, peer_gbps=peer_gbps)
         self._thread_init = thread_init
 
+    @property
+    def description(self) -> str:
+        return f"virtual, link {'unlimited' if self.rules.h2d_gbps is None else f'{self.rules.h2d_gbps:g} GB/s'}"
+
 
 class VirtualHost(VirtualBackend, CpuDevice):
     """The asynchronous host beside virtual accelerators, held to the same rules."""

@@ -21,10 +21,11 @@ from overspill.pipeline.schedule import Order, Policy, WaveSchedule
 from overspill.pipeline.simulate import Prediction, WaveShape, predict
 from overspill.pipeline.slabs import cut_slabs
 from overspill.pipeline.split import Detour, Layout, Slab, detours
-from overspill.pipeline.spread import n_spread_tokens, spread
+from overspill.pipeline.spread import n_spread_tokens, owners_of, spread
 from overspill.placement.budget import NO_NEEDS, KernelNeeds
 from overspill.placement.machine import Machine
 from overspill.placement.plan import GIB, Placement, place
+from overspill.placement.rates import PartyRates
 from overspill.placement.shape import ModelShape, Role
 
 REFERENCE_PROMPT = 4096
@@ -44,6 +45,7 @@ class Plan:
     schedule: of prompts whose experts all go up. policy: what the user chose, None where the plan chooses per wave.
     min_upload_tokens: waves of at least so many tokens send all experts up, smaller ones do what costs least.
     n_spread_tokens: most tokens whose experts are shared out, 0 where they cannot be. spreads_alone: see `KernelNeeds`.
+    party_rates_from: where the rates come from by which they are shared out.
     """
 
     shape: ModelShape
@@ -58,10 +60,20 @@ class Plan:
     predicted: Prediction
     n_spread_tokens: int = 0
     spreads_alone: bool = False
+    party_rates_from: str = "assumed"
 
     def without_spread(self) -> Plan:
         """For experts that accelerators cannot read themselves, because not all of them could be pinned."""
         return replace(self, n_spread_tokens=0)
+
+    def with_party_rates(self, rates: tuple[PartyRates, ...], source: str) -> Plan:
+        """For shares by these rates of the machine's devices."""
+        return replace(self, machine=replace(self.machine, party_rates=rates), party_rates_from=source)
+
+    @property
+    def spread_owners(self) -> list[int]:
+        """The devices that read host experts of few tokens."""
+        return owners_of(self.layout)
 
     @property
     def predicted_tokens_per_second(self) -> float:
@@ -175,6 +187,8 @@ def _plan(
     in_flight = options.max_in_flight or DEFAULT_IN_FLIGHT
     min_upload = _min_upload_tokens(shape, options)
     plan = Plan(shape, machine, placement, layout, schedule, policy, min_upload, in_flight, reference, predicted)
+    if machine.party_rates:
+        plan = replace(plan, party_rates_from="given")
     n_tokens = n_spread_tokens(shape, layout, placement, needs)
     if n_tokens:
         return replace(plan, n_spread_tokens=n_tokens, spreads_alone=needs.spreads_alone)

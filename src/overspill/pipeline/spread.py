@@ -30,7 +30,7 @@ def spread(
 
     spreads_alone: see `KernelNeeds`.
     """
-    owners = _owners(layout)
+    owners = owners_of(layout)
     shares: list[Shares] = []
     for owner in range(layout.n_accelerators):
         others = () if spreads_alone else tuple(p for p in owners if p != owner)
@@ -43,7 +43,8 @@ def spread(
     return replace(schedule, policy=Policy.SPREAD, shares=tuple(shares))
 
 
-def _owners(layout: Layout) -> list[int]:
+def owners_of(layout: Layout) -> list[int]:
+    """The devices that compute layers whose experts are in host RAM."""
     return sorted({layout.layer_device[i] for i, slabs in enumerate(layout.slabs) if slabs})
 
 
