@@ -176,8 +176,10 @@ class CudaDevice(BackendDevice):
         self._zero.record(torch.cuda.current_stream(self.torch_device))
         self._zero.synchronize()
         self._zero_us = now_us()
-        # Recordings are replayed one after the other, so their temporaries may share memory.
+        # Recordings are replayed one after the other, so their temporaries may share memory. torch refuses a pool again
+        # that it has seen without a graph, so the first one stays.
         self._recorded = torch.cuda.graph_pool_handle()
+        self._first_graph: torch.cuda.CUDAGraph | None = None
 
     @property
     def description(self) -> str:
@@ -205,6 +207,7 @@ class CudaDevice(BackendDevice):
                     work()
         finally:
             graph.capture_end()
+        self._first_graph = self._first_graph or graph
         return CudaRecording(graph, kept)
 
     def note(self, lane: Lane, start: torch.cuda.Event, end: torch.cuda.Event, label: str, n_bytes: int) -> None:
