@@ -19,6 +19,7 @@ from overspill.gguf.types import TensorType
 from overspill.kernels import Ops, cpu
 from overspill.models.base import Routing
 from overspill.pipeline.choose import Plan
+from overspill.pipeline.steps import n_step_threads
 from overspill.pipeline.together import (
     N_TOKENS,
     Alone,
@@ -80,7 +81,9 @@ class _Plain:
         ops.experts(routing.normed, routing.ids, routing.mix, weights, Activation.SILU, x)
 
 
-def calibrate(devices: Devices, ops_of: OpsOf, type: TensorType, shape: ExpertShape = QWEN3_30B) -> Calibration:
+def calibrate(
+    devices: Devices, ops_of: OpsOf, type: TensorType, n_threads: int, shape: ExpertShape = QWEN3_30B
+) -> Calibration:
     """Measure with experts of that type and shape, which take up to 2 GiB of pinned memory meanwhile."""
     host, accelerators = devices.host, devices.accelerators
     layers = _made_layers(devices, type, shape)
@@ -96,6 +99,7 @@ def calibrate(devices: Devices, ops_of: OpsOf, type: TensorType, shape: ExpertSh
         experts=_Plain(),
         host_ops=cpu.OPS,
         n_used=shape.n_used,
+        n_threads=n_step_threads(n_threads),
         seconds=_AT_LEISURE_S,
     )
     try:
@@ -164,11 +168,13 @@ def with_rates(
             experts=experts,
             host_ops=cpu.OPS,
             n_used=plan.shape.n_expert_used,
+            n_threads=n_step_threads(n_threads),
             seconds=_AT_LOAD_S,
         )
         measured = [measure_together(setting, n) for n in N_TOKENS if n <= plan.n_spread_tokens]
         rates = tuple(_of_machine(plan.machine, owners, of_some) for of_some in measured)
         counted = plan.with_party_rates(rates, "measured at load")
+        cpu.use_threads(n_threads)
     _log.info("rates of links and CPU: %s", counted.party_rates_from)
     return counted
 

@@ -21,7 +21,7 @@ from tests.helpers.tiny_moe import tiny_source
 
 IDS = [5, 9, 30, 17, 2, 8, 8, 21]
 OPTIONS: dict[str, Any] = {
-    "devices": "virtual:2", "cpu_moe": True, "n_ctx": 16, "threads": 2, "policy": "spread", "n_ubatch": 2, "n_wave": 8,
+    "devices": "virtual:2", "cpu_moe": True, "n_ctx": 16, "threads": 2, "policy": "spread", "n_ubatch": 2, "n_wave": 2,
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ def test_links_and_cpu_are_measured_and_all_memory_is_given_back() -> None:
     devices = open_devices("cuda")
     try:
         before = [device.allocated_bytes for device in devices.all]
-        found = calibrate(devices, ops_for(devices), TensorType.Q8_0, SHAPE)
+        found = calibrate(devices, ops_for(devices), TensorType.Q8_0, len(os.sched_getaffinity(0)), SHAPE)
         assert [device.allocated_bytes for device in devices.all] == before
         for rates, alone in zip(found.together, found.alone, strict=True):
             assert len(rates.links_gbps) == torch.cuda.device_count()

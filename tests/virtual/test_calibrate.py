@@ -73,7 +73,7 @@ def test_everybody_reads_an_equal_part_and_nobody_what_another_reads(
 
 def test_throttled_links_bound_what_is_measured_and_all_memory_is_given_back(devices: Devices) -> None:
     before = [device.allocated_bytes for device in devices.all]
-    found = calibrate(devices, lambda device: cpu.OPS, TensorType.Q8_0, SMALL)
+    found = calibrate(devices, lambda device: cpu.OPS, TensorType.Q8_0, 2, SMALL)
     assert [device.allocated_bytes for device in devices.all] == before
     assert [rates.n_tokens for rates in found.together] == [1, 4, 16]
     for rates, alone in zip(found.together, found.alone, strict=True):
@@ -86,7 +86,7 @@ def test_throttled_links_bound_what_is_measured_and_all_memory_is_given_back(dev
 def test_types_without_a_fast_kernel_are_measured_too(devices: Devices) -> None:
     """Rows of 20 values are not whole units of the CPU's prepared call."""
     odd = replace(SMALL, n_embd=20, n_ff=9)
-    found = calibrate(devices, lambda device: cpu.OPS, TensorType.F32, odd)
+    found = calibrate(devices, lambda device: cpu.OPS, TensorType.F32, 2, odd)
     assert all(rates.cpu_gbps > 0 for rates in found.together)
 
 

@@ -23,9 +23,10 @@ def run_calibrate(quant: str, *, as_json: bool, options: Mapping[str, Any], shap
     try:
         if not devices.accelerators or devices.accelerators[0].name.startswith("null"):
             raise UserError(f"calibrate: no links to measure with --devices {chosen.devices}; give GPUs or virtual:N")
-        found = [calibrate(devices, ops_for(devices), type, shape) for type in types]
+        n_threads = n_threads_for(chosen)
+        found = [calibrate(devices, ops_for(devices), type, n_threads, shape) for type in types]
         names = [device.name for device in devices.accelerators]
-        hardware = hardware_of(devices.accelerators, devices.host, n_threads_for(chosen))
+        hardware = hardware_of(devices.accelerators, devices.host, n_threads)
     finally:
         devices.close()
     path = save_rates(hardware, {of_type.type.name: of_type.together for of_type in found})

@@ -41,6 +41,11 @@ _PATIENCE_S = 20.0
 _THREADS_FOR_OTHERS = 16
 
 
+def n_step_threads(n_threads: int) -> int:
+    """Of the CPU's threads, those that take part in steps."""
+    return max(1, n_threads - -(-n_threads // _THREADS_FOR_OTHERS))
+
+
 @dataclass(frozen=True, eq=False)
 class _Program:
     """All of a step. host: what the CPU does first, or all of it where `shares` could not be prepared.
@@ -67,7 +72,7 @@ class StepRunner:
         self._memory = memory
         self._work = work
         self._tables = tables
-        self._n_threads = max(1, n_threads - -(-n_threads // _THREADS_FOR_OTHERS))
+        self._n_threads = n_step_threads(n_threads)
         self._programs: OrderedDict[tuple[object, ...], _Program] = OrderedDict()
         self._n_steps = 0
         used = sorted({*layout.layer_device, layout.output_device, *layout.input_devices} - {layout.host})

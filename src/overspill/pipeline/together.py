@@ -23,17 +23,22 @@ import torch
 
 from overspill.device.base import Buffer, Device, Event, HostDevice, MemoryKind, Part
 from overspill.device.lane import Lane
-from overspill.kernels import Ops
+from overspill.kernels import Ops, cpu
+from overspill.kernels.mail import room
 from overspill.models.base import Routing
-from overspill.pipeline.host_share import HostShare
+from overspill.pipeline.host_share import HostShare, HostShares
+from overspill.pipeline.ledger import StreamId
+from overspill.pipeline.letters import Letter
 from overspill.pipeline.parties import n_experts_met
+from overspill.pipeline.schedule import Action, Verb
 from overspill.pipeline.upload import HostExperts, upload_parts
 from overspill.placement.rates import PartyRates
 from overspill.quant.experts import NO_VECTORS, ExpertWeights
 
 N_TOKENS = (1, 4, 16)
 _CYCLE_BYTES = 512 << 20
-_MAX_CALLS, _MIN_CALLS = 64, 4
+_CALL_BYTES = 64 << 20
+_MAX_PICKS, _MIN_PICKS, _MIN_CALLS = 64, 4, 4
 _LEAST_OF_A_CALL = 0.1
 _LOOK_S = 5e-5
 
@@ -50,7 +55,7 @@ class Setting:
 
     devices: those whose links read. tables: their kernels. rooms: memory of each for the experts that it reads, of at
     least its part. layers: experts in pinned memory, by number of the layer. experts: computes them. n_used: experts of
-    a token. seconds: of one measurement.
+    a token. n_threads: of the CPU's part. seconds: of one measurement.
     """
 
     host: HostDevice
@@ -61,6 +66,7 @@ class Setting:
     experts: Experts
     host_ops: Ops
     n_used: int
+    n_threads: int
     seconds: float
 
 
@@ -73,27 +79,27 @@ class Alone(NamedTuple):
 
 def measure_together(setting: Setting, n_tokens: int) -> PartyRates:
     """All links, without the CPU and beside it."""
-    cpu, links = _parties(setting, n_tokens)
+    own, links = _parties(setting, n_tokens)
     try:
         links_gbps, _ = _run(links, (), setting.seconds)
-        beside_gbps, call_s = _run(links, cpu.calls, setting.seconds)
-        _, empty_s = _run(links, [cpu.empty], setting.seconds / 4)
+        beside_gbps, call_s = _run(links, own.calls, setting.seconds)
+        _, empty_s = _run(links, [own.empty], setting.seconds / 4)
     finally:
         for link in links:
             link.close()
-    return PartyRates(n_tokens, links_gbps, beside_gbps, _rate(cpu, call_s, empty_s), 1e6 * empty_s)
+    return PartyRates(n_tokens, links_gbps, beside_gbps, _rate(own, call_s, empty_s), 1e6 * empty_s / own.n_picks)
 
 
 def measure_alone(setting: Setting, n_tokens: int) -> Alone:
     """Each party by itself, with the same work."""
-    cpu, links = _parties(setting, n_tokens)
+    own, links = _parties(setting, n_tokens)
     try:
         links_gbps = tuple(_run([link], (), setting.seconds)[0][0] for link in links)
     finally:
         for link in links:
             link.close()
-    call_s, empty_s = (_median_s(calls, setting.seconds) for calls in (cpu.calls, [cpu.empty]))
-    return Alone(links_gbps, _rate(cpu, call_s, empty_s))
+    call_s, empty_s = (_median_s(calls, setting.seconds) for calls in (own.calls, [own.empty]))
+    return Alone(links_gbps, _rate(own, call_s, empty_s))
 
 
 class Pick(NamedTuple):
@@ -114,7 +120,7 @@ def picks(
     random = np.random.default_rng(n_tokens)
     part = n_experts_in_part(n_expert, n_used, n_tokens, n_links)
     found = []
-    for _ in range(min(_MAX_CALLS, max(_MIN_CALLS, -(-_CYCLE_BYTES // part_bytes)))):
+    for _ in range(min(_MAX_PICKS, max(_MIN_PICKS, -(-_CYCLE_BYTES // part_bytes)))):
         ids = np.array([random.permutation(n_expert)[:n_used] for _ in range(n_tokens)], np.int32)
         own = random.permutation(np.unique(ids))[:part]
         others = random.permutation(np.setdiff1d(np.arange(n_expert), own))
@@ -137,44 +143,85 @@ def n_experts_in_part(n_expert: int, n_used: int, n_tokens: int, n_links: int) -
 
 
 class _Cpu:
-    """The CPU's calls, and one that finds no expert to compute. call_bytes: what each reads, on average."""
+    """The CPU's calls, some picks each, and one whose picks leave it nothing to compute.
+
+    n_picks: of each call. pick_bytes: what it reads for one, on average.
+    """
 
     def __init__(self, setting: Setting, work: Sequence[Pick]) -> None:
         self._setting = setting
         self._party = len(setting.devices)
-        self.calls = [self._call(pick) for pick in work]
-        self.empty = self._call(work[0]._replace(who=np.full_like(work[0].who, -1)))
-        self.call_bytes = _read_bytes(setting, work, self._party) / len(work)
+        self._number, self._late = torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        self.pick_bytes = _read_bytes(setting, work, self._party) / len(work)
+        self.n_picks = max(1, min(len(work) // _MIN_CALLS, int(_CALL_BYTES / self.pick_bytes)))
+        groups = [work[i : i + self.n_picks] for i in range(0, len(work) - self.n_picks + 1, self.n_picks)]
+        cpu.use_threads(setting.n_threads)
+        self.calls = [self._call(group) for group in groups]
+        self.empty = self._call([pick._replace(who=np.full_like(pick.who, -1)) for pick in groups[0]])
         for first in (self.calls[0], self.empty):
             first()  # compiles
 
-    def _call(self, pick: Pick) -> Callable[[], None]:
+    def _call(self, group: Sequence[Pick]) -> Callable[[], None]:
+        """As the CPU's part of a step, where letters have come; or one after the other, where that has to be."""
+        shares = [self._share(pick) for pick in group]
+        prepared = [share for share in shares if isinstance(share, HostShare)]
+        if len(prepared) == len(shares):
+            return HostShares(prepared, self._number, self._late, self._setting.n_threads).run
+        return partial(_one_by_one, [share for share in shares if not isinstance(share, HostShare)])
+
+    def _share(self, pick: Pick) -> HostShare | Callable[[], None]:
         layer = self._setting.layers[pick.layer]
         n_tokens, n_model = len(pick.ids), next(layer.host_parts).shape[2]
-        normed = torch.rand(n_tokens, n_model).to(torch.bfloat16)
-        mix = torch.full(pick.ids.shape, 1.0 / self._setting.n_used)
-        boxes = [normed, torch.from_numpy(pick.ids), mix, torch.from_numpy(pick.who)]
-        words = [box.contiguous().view(-1).view(torch.int32) for box in boxes]
-        answer = torch.zeros(n_tokens * n_model, dtype=torch.int32)
-        share = HostShare(words, answer, n_tokens, self._party)
+        normed = torch.rand(n_tokens, n_model)
+        ids, mix, who = torch.from_numpy(pick.ids), torch.full(pick.ids.shape, 0.1), torch.from_numpy(pick.who)
+        told, answer = _letter(normed, ids, mix, who), _letter(torch.zeros_like(normed))
+        share = HostShare(told, answer, n_tokens, self._party, torch.float32)
         # The contract of a model is all that a share asks for.
         model, ops = self._setting.experts, self._setting.host_ops
         if share.prepare(model, pick.layer, layer, ops):  # type: ignore[arg-type]
-            return share.run
-        routing, out = Routing(normed.float(), boxes[1], mix), answer.view(torch.float32).view(n_tokens, n_model)
-        return partial(model.experts, pick.layer, out, routing, layer.of_party(boxes[3], self._party), ops)
+            return share
+        weights = layer.of_party(who, self._party)
+        return partial(model.experts, pick.layer, torch.zeros_like(normed), Routing(normed, ids, mix), weights, ops)
+
+
+def _letter(*parts: torch.Tensor) -> Letter:
+    """One that has come."""
+    stream, flags = StreamId(0, Lane.HAND_OFF), torch.ones(1, dtype=torch.int64)
+    words = [part.reshape(-1).view(torch.int32) for part in parts]
+    letter = Letter(
+        Action(Verb.HAND_OFF, stream, (), ()),
+        torch.zeros(sum(room(len(of_part)) for of_part in words), dtype=torch.int32),
+        flags,
+        [len(of_part) for of_part in words],
+    )
+    for box, of_part in zip(letter.boxes, words, strict=True):
+        box.copy_(of_part)
+    return letter
+
+
+def _one_by_one(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
 
 
 class _Link(ABC):
     """A device that reads its experts of each pick, over and over. cycle_bytes: of all of them."""
 
+    lane: Lane
+
     def __init__(self, setting: Setting, work: Sequence[Pick], i_device: int) -> None:
         self.device, self._room = setting.devices[i_device], setting.rooms[i_device]
+        self._stream = self.device.stream(self.lane)
         self.cycle_bytes = _read_bytes(setting, work, i_device)
 
     @abstractmethod
     def give(self, n_cycles: int) -> Event:
         """Have it read; the event is the end of it."""
+
+    def busy_s(self) -> float:
+        """How long it has been at work so far; it must be idle."""
+        self.device.settle_host()
+        return self.device.counters.busy_us[self.lane] / 1e6
 
     def close(self) -> None:  # noqa: B027
         """Give back what was allocated."""
@@ -183,9 +230,11 @@ class _Link(ABC):
 class _KernelLink(_Link):
     """Reads in a kernel, recorded as steps are."""
 
+    lane = Lane.COMPUTE
+
     def __init__(self, setting: Setting, work: Sequence[Pick], i_device: int) -> None:
         super().__init__(setting, work, i_device)
-        table, stream = setting.tables[i_device], self.device.stream(Lane.COMPUTE)
+        table, stream = setting.tables[i_device], self._stream
         who = torch.from_numpy(np.stack([pick.who for pick in work]))
         self._who = self.device.allocate(tuple(who.shape), torch.int32, kind=MemoryKind.COMPUTE, name="rates")
         source = setting.host.allocate_pinned(self._who.n_bytes, name="rates")
@@ -193,8 +242,8 @@ class _KernelLink(_Link):
         stream.copy(self._who, source, n_bytes=self._who.n_bytes, label="measure")
 
         def fetch(i: int) -> None:
-            experts, room = setting.layers[work[i].layer].in_place(), self._room.tensor
-            table.fetch(experts, self._who.tensor[i], i_device, room, NO_VECTORS)
+            experts, into = setting.layers[work[i].layer].in_place(), self._room.tensor
+            table.fetch(experts, self._who.tensor[i], i_device, into, NO_VECTORS)
 
         works = [partial(fetch, i) for i in range(len(work))]
         for one in works:
@@ -204,10 +253,9 @@ class _KernelLink(_Link):
         self._recording = self.device.record_host(works)
 
     def give(self, n_cycles: int) -> Event:
-        stream = self.device.stream(Lane.COMPUTE)
         for _ in range(n_cycles):
-            stream.replay(self._recording, label="measure")
-        return stream.record()
+            self._stream.replay(self._recording, label="measure")
+        return self._stream.record()
 
     def close(self) -> None:
         self.device.free(self._who)
@@ -216,6 +264,8 @@ class _KernelLink(_Link):
 class _UploadLink(_Link):
     """Reads by copies, on devices whose kernels would not use their link."""
 
+    lane = Lane.UPLOAD
+
     def __init__(self, setting: Setting, work: Sequence[Pick], i_device: int) -> None:
         super().__init__(setting, work, i_device)
         self._parts: list[list[Part]] = [
@@ -223,11 +273,10 @@ class _UploadLink(_Link):
         ]
 
     def give(self, n_cycles: int) -> Event:
-        stream = self.device.stream(Lane.UPLOAD)
         for _ in range(n_cycles):
             for parts in self._parts:
-                stream.upload(self._room, parts, label="measure")
-        return stream.record()
+                self._stream.upload(self._room, parts, label="measure")
+        return self._stream.record()
 
 
 def _parties(setting: Setting, n_tokens: int) -> tuple[_Cpu, list[_Link]]:
@@ -253,27 +302,24 @@ def _read_bytes(setting: Setting, work: Sequence[Pick], party: int) -> int:
 def _run(
     links: Sequence[_Link], calls: Sequence[Callable[[], None]], seconds: float
 ) -> tuple[tuple[float, ...], float]:
-    """About so long: rates of links, and the median of the calls that began while all of them were busy."""
+    """About so long: rates of links, and the median of calls, which end when a link does."""
     started = time.perf_counter()
     for event in [link.give(1) for link in links]:
         event.wait_host()
     n_cycles = max(1, math.ceil(seconds / (time.perf_counter() - started)))
-    started = time.perf_counter()
-    ends: dict[int, float] = {}
+    before_s = [link.busy_s() for link in links]
     events = [link.give(n_cycles) for link in links]
     call_s: list[float] = []
     for call in cycle(calls or [partial(time.sleep, _LOOK_S)]):
-        are_all_busy, begin = not ends, time.perf_counter()
+        begin = time.perf_counter()
         call()
-        now = time.perf_counter()
-        if are_all_busy:
-            call_s.append(now - begin)
-        ends |= {i: now for i, event in enumerate(events) if i not in ends and event.is_done()}
-        if len(ends) == len(links):
+        call_s.append(time.perf_counter() - begin)
+        if any(event.is_done() for event in events):
             break
     for event in events:
-        event.wait_host()  # raises what went wrong there
-    gbps = [n_cycles * link.cycle_bytes / (ends[i] - started) / 1e9 for i, link in enumerate(links)]
+        event.wait_host()
+    busy_s = [link.busy_s() - before for link, before in zip(links, before_s, strict=True)]
+    gbps = [n_cycles * link.cycle_bytes / seconds / 1e9 for link, seconds in zip(links, busy_s, strict=True)]
     return tuple(gbps), statistics.median(call_s)
 
 
@@ -289,6 +335,6 @@ def _median_s(calls: Sequence[Callable[[], None]], seconds: float) -> float:
     raise AssertionError("no calls")
 
 
-def _rate(cpu: _Cpu, call_s: float, empty_s: float) -> float:
+def _rate(own: _Cpu, call_s: float, empty_s: float) -> float:
     """What the CPU reads beyond what any call takes; where nearly all is that, at most so much can be said."""
-    return cpu.call_bytes / max(call_s - empty_s, _LEAST_OF_A_CALL * call_s) / 1e9
+    return own.n_picks * own.pick_bytes / max(call_s - empty_s, _LEAST_OF_A_CALL * call_s) / 1e9
