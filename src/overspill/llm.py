@@ -35,14 +35,17 @@ from overspill.gguf.source import ModelSource
 from overspill.hardware import machine_for, n_threads_for, open_for, ops_for, precision_on
 from overspill.kernels import cpu
 from overspill.models.check import has_tokenizer, tokenizer_of, understand
+from overspill.models.drawn import routed_by
 from overspill.needs import expert_type, main_weight, needs_on, shape_for, widens_dense
-from overspill.options import Options, options_from
+from overspill.options import MIB, Options, options_from
+from overspill.pipeline.cache_pace import CachePace
 from overspill.pipeline.choose import choose
 from overspill.pipeline.memory import Memory, Sizes
 from overspill.pipeline.reading import LoadMode
 from overspill.pipeline.residence import read_ahead
 from overspill.pipeline.runner import Runner
 from overspill.pipeline.schedule import WaveSchedule
+from overspill.pipeline.spread_tally import SpreadTally
 from overspill.pipeline.step_work import StepWork
 from overspill.pipeline.steps import StepRunner
 from overspill.pipeline.watch import WaveWatch
@@ -113,11 +116,12 @@ class LLM:
                 precision,
                 n_spread_tokens=n_spread,
                 n_image_bytes=self.options.n_image_bytes,
+                cache_bytes=self.plan.cache_bytes,
             )
             loaded = load(
                 self.source,
                 specs,
-                arch.Model,
+                routed_by(arch.Model, self.options.routing),
                 self.hparams,
                 layout,
                 self.devices,
@@ -130,6 +134,9 @@ class LLM:
             )
             if loaded.residence.pageable_bytes:
                 self.plan = self.plan.without_spread()
+                if any(placed.n_cached):
+                    n_mib = loaded.residence.pageable_bytes // MIB
+                    _log.warning("expert cache: not used, because %d MiB of experts could not be pinned", n_mib)
             if self.plan.n_spread_tokens:
                 rooms = {i: memory["slot", i, 0][0] for i in self.plan.spread_owners}
                 experts = (loaded.host_experts, loaded.model, self.n_threads, expert_type(self.source, specs))
@@ -139,7 +146,8 @@ class LLM:
             steps = None
             if StepRunner.serves(self.devices, layout, self.hparams):
                 step_work = StepWork(*parts, tables=tables)
-                steps = StepRunner(self.devices, layout, memory, step_work, tables, self.n_threads)
+                pace = CachePace(self.plan.uncached)
+                steps = StepRunner(self.devices, layout, memory, step_work, tables, self.n_threads, pace)
             self.runner = Runner(
                 self.devices,
                 layout,
@@ -149,6 +157,8 @@ class LLM:
                 waits_on_host=self.options.force_xdev_sync,
                 steps=steps,
             )
+            has_tally = n_spread and loaded.host_experts
+            self._tally = SpreadTally(self.devices, memory, layout, loaded.host_experts) if has_tally else None
             self._running = threading.Lock()
             self.watch = WaveWatch(self.devices)
             self._engine = Engine(
@@ -297,6 +307,7 @@ class LLM:
                 "device_allocations_after_warmup": sum(d.counters.n_allocations for d in devices.all),
                 "device_syncs_after_warmup": sum(d.counters.n_device_syncs for d in devices.all),
                 "host_waits": sum(d.counters.n_host_waits for d in devices.all),
+                "experts": self._tally and self._tally.read_host().as_dict(run.n_spread_tokens),
                 "busy": {d.name: d.counters.busy_us[Lane.COMPUTE] / wall_us for d in computing},
                 "peak_bytes": {d.name: d.peak_bytes for d in computing},
             }
@@ -305,6 +316,8 @@ class LLM:
         """Count from now on."""
         with self._running:
             self.runner.reset_counters()
+            if self._tally is not None:
+                self._tally.reset_host()
             for device in self.devices.all:
                 device.reset_counters()
 
@@ -324,6 +337,7 @@ class LLM:
         self._loop.close()
         self.devices.close()
         self.runner.close()
+        self._tally = None
         gc.collect()  # callbacks make cycles of what holds gigabytes, which must not wait for a chance collection
 
     def __enter__(self) -> LLM:

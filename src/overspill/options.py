@@ -61,6 +61,9 @@ class Options:
         None, "--fit-target -fitt", "MiB to leave free (one for all, or one each); None: 1024, 0 on capped devices"
     )
     fit_ctx: int = _option(4096, "--fit-ctx -fitc", "lowest context per sequence that fit may choose")
+    moe_cache_mib: int | str = _option(
+        0, "--moe-cache-mib", "MiB over all devices for the experts in host RAM used most; auto: what is left; 0: none"
+    )
     cache_type_k: str = _option("auto", "--cache-type-k -ctk", "type of keys: auto, f32, f16, bf16 (GPUs: bf16)")
     cache_type_v: str = _option("auto", "--cache-type-v -ctv", "type of values, that of the keys")
     n_ctx: int = _option(
@@ -99,6 +102,9 @@ class Options:
     force_xdev_sync: bool = _option(False, "--force-xdev-sync", "debugging: the host waits wherever devices do")
     load_mode: str = _option("auto", "--load-mode -lm", "auto, none, mmap, mlock, mmap+mlock or dio")
     load_threads: int = _option(4, "--load-threads -tl", "threads that read experts into host RAM")
+    routing: str = _option(
+        "model", "--routing", "testing: experts of tokens: model, or drawn by chance: uniform, zipf:S (rank to the -S)"
+    )
     h2d_gbps: float | None = _option(None, "--virtual-h2d-gbps", "testing: link speed of virtual devices, GB/s")
 
     def __post_init__(self) -> None:
@@ -111,9 +117,12 @@ class Options:
         for name in ("device_memory", "fit_target_mib"):
             _check_sizes(name, getattr(self, name), lowest=name == "device_memory")
         _check_layers(self.n_gpu_layers)
+        if self.moe_cache_mib != "auto":
+            _check_int("moe_cache_mib", self.moe_cache_mib, 0)
         _check_shares(self.tensor_split)
         _check_devices(self.devices)
         _check_batches(self.n_ubatch, self.n_wave)
+        _check_routing(self.routing)
         if self.cache_type_v not in ("auto", self.cache_type_k):
             raise UserError(f"{flag_of('cache_type_v')} {self.cache_type_v}: give keys (-ctk) and values the same type")
         if self.h2d_gbps is not None and not (math.isfinite(self.h2d_gbps) and self.h2d_gbps > 0):
@@ -192,6 +201,11 @@ def flag_of(name: str) -> str:
 def parse_n_gpu_layers(text: str) -> int | str:
     """`-ngl`: a number, `auto` or `all`."""
     return text if text in ("auto", "all") else _to_int("n_gpu_layers", text, "a number, auto or all")
+
+
+def parse_moe_cache_mib(text: str) -> int | str:
+    """`--moe-cache-mib`: a number or `auto`."""
+    return text if text == "auto" else _to_int("moe_cache_mib", text, "a number or auto")
 
 
 def parse_tensor_split(text: str) -> tuple[float, ...]:
@@ -282,6 +296,13 @@ def _check_devices(devices: str) -> None:
         raise UserError(f"-dev {devices}: give auto, none, or device names separated by ','")
 
 
+def _check_routing(routing: str) -> None:
+    law, _, exponent = routing.partition(":")
+    if routing in ("model", "uniform") or (law == "zipf" and re.fullmatch(r"\d+(\.\d+)?", exponent)):
+        return
+    raise UserError(f"--routing {routing}: give model, uniform, or zipf:S with a number of at least 0, as in zipf:1.0")
+
+
 def _check_batches(n_ubatch: int | None, n_wave: int | None) -> None:
     if n_ubatch is not None and n_wave is not None and n_wave < n_ubatch:
         raise UserError(f"-b {n_wave}: a wave holds at least one micro-batch of -ub {n_ubatch} tokens")
@@ -296,6 +317,7 @@ def _check_pattern(override: Override) -> None:
 
 _PARSERS: Final[Mapping[str, Callable[[str], object]]] = {
     "n_gpu_layers": parse_n_gpu_layers,
+    "moe_cache_mib": parse_moe_cache_mib,
     "tensor_split": parse_tensor_split,
     "fit_target_mib": parse_fit_target,
     "device_memory": parse_device_memory,
@@ -303,7 +325,7 @@ _PARSERS: Final[Mapping[str, Callable[[str], object]]] = {
     "h2d_gbps": lambda text: _to_float("h2d_gbps", text),
     "max_wave_ms": lambda text: _to_float("max_wave_ms", text),
 }
-_TEXTS: Final = frozenset({"devices", "trace", *_CHOICES})
+_TEXTS: Final = frozenset({"devices", "trace", "routing", *_CHOICES})
 
 
 def options_from(values: Mapping[str, object]) -> Options:

@@ -30,6 +30,7 @@ from overspill.pipeline.runner import Runner
 from overspill.pipeline.schedule import Order, Policy, WaveSchedule
 from overspill.pipeline.slabs import WIDE_VALUE_BYTES, cut_slabs, slot_bytes_for
 from overspill.pipeline.split import Detour, Layout, Slab
+from overspill.pipeline.spread_tally import SpreadTally
 from overspill.pipeline.step_work import StepWork
 from overspill.pipeline.steps import StepRunner
 from overspill.pipeline.wave import Ubatch, Wave
@@ -76,6 +77,7 @@ class Shape:
     mixed_layers: Layers = "none"
     embeds: bool = False
     widens: bool = False
+    n_cached: int = 0
 
     def device_of(self, i_layer: int) -> int:
         """Where the layer computes; `n_devices` is the host."""
@@ -146,6 +148,12 @@ def staging_plans(slot_bytes: Sequence[int], hp: HParams, shape: Shape) -> tuple
     return tuple(plans)
 
 
+def cache_bytes(source: ModelSource, layout: Layout, shape: Shape) -> dict[int, int]:
+    """Memory of the slots, by layer."""
+    host_layers = [i for i, slabs in enumerate(layout.slabs) if slabs and shape.n_cached]
+    return {i: slot_bytes_for(expert_bytes(source, i, shape), shape.n_cached) for i in host_layers}
+
+
 def shares_of(n_devices: int) -> tuple[tuple[tuple[int, int], ...], ...]:
     """For spread experts: every device takes part in every layer, its owner twice as much as the others."""
     everybody = range(n_devices + 1)
@@ -163,10 +171,13 @@ class Pipe:
     memory: Memory
     shape: Shape
     residence: Residence
+    tally: SpreadTally | None
 
     def schedule(self, order: Order, policy: Policy = Policy.ALL) -> WaveSchedule:
         """A schedule that uses the staging slots there are."""
-        return WaveSchedule(order, policy, self.shape.n_staging, self.shape.widens, shares_of(self.shape.n_devices))
+        shape = self.shape
+        shares, n_cached = shares_of(shape.n_devices), (shape.n_cached,) * shape.n_devices
+        return WaveSchedule(order, policy, shape.n_staging, shape.widens, shares, n_cached)
 
     @property
     def log(self) -> list[Entry]:
@@ -244,6 +255,7 @@ def pipe(
             Sizes(n_ubatch, n_ubatches, n_slots, n_cells, n_states, n_trials),
             staging_plans(slot_bytes, hp, shape),
             n_spread_tokens=n_ubatch if hp.n_expert else 0,
+            cache_bytes=cache_bytes(source, layout, shape),
         )
         with patch.object(weights, "_RING_BYTES", _RING_BYTES), rare_delays(0, share=0.0):
             loaded = load(
@@ -274,9 +286,10 @@ def pipe(
             steps=steps,
         )
         n_bytes = sum(experts.n_bytes for experts in loaded.host_experts.values())
+        tally = SpreadTally(devices, memory, layout, loaded.host_experts) if hp.n_expert else None
         for device in devices.all:
             device.reset_counters()
-        yield Pipe(runner, devices, layout, n_bytes, memory, shape, loaded.residence)
+        yield Pipe(runner, devices, layout, n_bytes, memory, shape, loaded.residence, tally)
     finally:
         devices.close()
 

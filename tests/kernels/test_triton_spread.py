@@ -25,11 +25,14 @@ def test_the_same_experts_go_to_the_same_parties(
     rows = [generator.permutation(n_expert)[:n_used] for _ in range(n_tokens)]
     ids = torch.tensor(np.array(rows), dtype=torch.int32)
     who, wanted = torch.zeros(n_expert, dtype=torch.int32, device=DEVICE), torch.zeros(n_expert, dtype=torch.int32)
+    tally, counted = (torch.full((5,), 5, dtype=torch.int64) for _ in range(2))
+    tally = tally.to(DEVICE)
 
-    divide(ids.to(DEVICE), shares, who)
+    divide(ids.to(DEVICE), shares, who, tally)
 
-    ref.divide(ids, shares, wanted)
+    ref.divide(ids, shares, wanted, counted)
     assert torch.equal(who.cpu(), wanted)
+    assert tally.tolist() == counted.tolist() == [5, *(5 + int((wanted == p).sum()) for p in range(4))]
 
 
 @pytest.mark.parametrize("type", [TensorType.Q8_0, TensorType.Q4_K, TensorType.MXFP4, TensorType.BF16])

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from overspill.kernels.spread import bounds, divide
+from overspill.kernels import CacheState, Shares
+from overspill.kernels.spread import bounds, divide, stacks_in
 from overspill.pipeline.schedule import Order, Policy
-from tests.helpers.pipe import Shape, cut_waves, pipe, run_all
+from overspill.quant.experts import ExpertVectors, ExpertWeights
+from tests.helpers.pipe import OPS, Shape, cut_waves, pipe, run_all
 from tests.helpers.plain import plain_logits, plain_model
-from tests.helpers.tiny_moe import N_EXPERT, tiny_source
+from tests.helpers.tiny_moe import N_EXPERT, N_USED, tiny_source
 from tests.virtual.test_pipeline_hazards import hazards
 
 IDS, SIZES = [5, 9, 30, 17, 2, 8, 8, 21], (2, 1, 2, 1, 1, 1)
@@ -29,9 +33,77 @@ def test_spread_experts_add_up(n_devices: int, order: Order) -> None:
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("n_cached", [N_USED, N_EXPERT - 1, N_EXPERT])
+@pytest.mark.parametrize("n_devices", [1, 2])
+def test_experts_kept_on_devices_add_up_too(n_devices: int, n_cached: int) -> None:
+    expected = plain_logits(plain_model(tiny_source()), IDS, 8)
+    shape = Shape(n_devices, slab_experts=N_EXPERT, n_cached=n_cached)
+    for chaos_seed in range(3):
+        settings = {"n_ubatch": 2, "n_ubatches": len(SIZES), "n_cells": len(IDS), "chaos_seed": chaos_seed}
+        with pipe(tiny_source(), shape, ops=SPOILING_OPS, **settings) as p:
+            p.poison()
+            schedule = p.schedule(Order.BREADTH_FIRST, Policy.SPREAD)
+            logits = [run_all(p, IDS, SIZES, schedule, 2) for _ in range(2)]
+        torch.testing.assert_close(torch.cat(logits), expected.repeat(2, 1), rtol=1e-4, atol=1e-4)
+
+
+def _spoil_and_fill(
+    source: ExpertWeights, state: CacheState, memory: torch.Tensor, vectors: ExpertVectors
+) -> ExpertWeights:
+    """Slots that are about to be filled, or hold nothing, hold NaN."""
+    kept = state.slot_of[(state.slot_of >= 0) & (state.fills < 0)]
+    others = sorted({*range(state.n_slots)} - {*kept.tolist()})
+    for stack in stacks_in(memory, source.parts):
+        stack.data[others] = 0xFF
+    return OPS.fill(source, state, memory, vectors)
+
+
+SPOILING_OPS = replace(OPS, fill=_spoil_and_fill)
+
+
+@pytest.mark.parametrize("n_cached", [0, N_USED])
+def test_parties_are_counted(n_cached: int) -> None:
+    """Each expert that a ubatch names in a layer is read by one party or lies in a cache."""
+    shape = Shape(2, slab_experts=N_EXPERT, n_cached=n_cached)
+    n_named = 0
+
+    def pick_and_count(
+        ids: torch.Tensor, shares: Shares, who: torch.Tensor, tally: torch.Tensor, state: CacheState
+    ) -> None:
+        nonlocal n_named
+        n_named += len(ids.unique())
+        OPS.look_up(ids, shares, who, tally, state)
+
+    def divide_and_count(ids: torch.Tensor, shares: Shares, who: torch.Tensor, tally: torch.Tensor) -> None:
+        nonlocal n_named
+        n_named += len(ids.unique())
+        OPS.divide(ids, shares, who, tally)
+
+    ops = replace(OPS, look_up=pick_and_count, divide=divide_and_count)
+    with pipe(tiny_source(), shape, ops=ops, n_ubatch=2, n_ubatches=len(SIZES), n_cells=len(IDS)) as p:
+        assert p.tally is not None
+        run_all(p, IDS, SIZES, p.schedule(Order.BREADTH_FIRST, Policy.SPREAD), 2)
+        counts = p.tally.read_host()
+        n_hits = sum(counts.n_hits.values())
+        assert n_hits + sum(counts.n_read.values()) == n_named
+        assert sum(counts.n_missed.values()) == sum(counts.n_read.values())
+        assert [*counts.n_hits] == [*counts.n_missed] == ["virtual:0", "virtual:1"]
+        assert [*counts.n_read] == ["virtual:0", "virtual:1", "cpu"]
+        assert min(list(counts.n_read.values())[:2]) > 0
+        assert counts.read_bytes == {name: n * 3 * 720 for name, n in counts.n_read.items()}
+        assert (min(counts.n_hits.values()) > 0) == (n_cached > 0)
+        shown = counts.as_dict(len(IDS))
+        assert shown["hit_rate"] == n_hits / n_named
+        assert sum(shown["bytes_per_token"].values()) == pytest.approx((n_named - n_hits) * 2160 / len(IDS), abs=3)
+        assert p.runner.counters.n_spread_tokens == len(IDS)
+        p.tally.reset_host()
+        assert sum(p.tally.read_host().n_missed.values()) == 0
+
+
+@pytest.mark.parametrize("n_cached", [0, N_USED])
 @pytest.mark.parametrize("n_devices", [1, 2, 3])
-def test_no_hazards(n_devices: int) -> None:
-    shape = Shape(n_devices, slab_experts=N_EXPERT)
+def test_no_hazards(n_devices: int, n_cached: int) -> None:
+    shape = Shape(n_devices, slab_experts=N_EXPERT, n_cached=n_cached)
     with pipe(tiny_source(), shape, n_ubatch=2, n_ubatches=len(SIZES), n_cells=len(IDS), kind="null") as p:
         for wave in cut_waves(IDS, SIZES, 2):
             p.runner.run(wave, p.schedule(Order.BREADTH_FIRST, Policy.SPREAD))
@@ -42,7 +114,7 @@ def test_each_named_expert_has_one_party_and_the_first_are_the_first_partys() ->
     ids = torch.tensor([[7, 2, 30], [2, 11, 5]], dtype=torch.int32)
     who = torch.empty(32, dtype=torch.int32)
 
-    divide(ids, [(1, 2), (0, 1), (2, 2)], who)
+    divide(ids, [(1, 2), (0, 1), (2, 2)], who, torch.zeros(4, dtype=torch.int64))
 
     named = {e: int(who[e]) for e in range(32) if who[e] >= 0}
     assert named == {2: 1, 5: 1, 7: 0, 11: 2, 30: 2}

@@ -14,7 +14,7 @@ from tests.helpers.decoding import N_CELLS, N_SLOTS, N_UBATCH, decoded
 from tests.helpers.pipe import Pipe, Shape, pipe
 from tests.helpers.recorded import STEP_OPS, recording
 from tests.helpers.reference import Reference
-from tests.helpers.tiny_moe import N_EXPERT, tiny_source
+from tests.helpers.tiny_moe import N_EXPERT, N_LAYER, N_USED, tiny_source
 from tests.models.fixtures import MODELS, Case
 
 PROMPTS = [[5, 9, 30, 17, 2], [8, 8, 21], [1, 2, 3, 4, 5, 6, 7]]
@@ -92,3 +92,44 @@ def test_steps_that_look_at_all_there_could_be(name: str) -> None:
     found = replayed(case, 3, has_host_experts=True)
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
     assert torch.equal(replayed(case, 1, has_host_experts=False), found)
+
+
+@pytest.mark.parametrize("n_sequences", [1, 3])
+@pytest.mark.parametrize("n_devices", [1, 2])
+@pytest.mark.parametrize("n_cached", [N_USED, N_EXPERT])
+def test_replayed_steps_with_cached_experts_give_the_same_bits(n_sequences: int, n_devices: int, n_cached: int) -> None:
+    """From the same contents of the cache on: what is recorded runs once before, and leaves experts in it."""
+    shape = Shape(n_devices, slab_experts=N_EXPERT, n_cached=n_cached)
+    settings = {"n_ubatch": 8, "n_ubatches": 1, "n_cells": 16, "n_slots": 3}
+    results, counts = [], []
+    for has_steps in (False, True, True):
+        seed = len(results) if has_steps else None
+        with (
+            recording(),
+            pipe(tiny_source(), shape, ops=STEP_OPS, n_trials=int(has_steps), chaos_seed=seed, **settings) as p,
+        ):
+            assert p.tally is not None
+            p.poison()
+            prefill(p, PROMPTS)
+            if has_steps:
+                decode(p, Policy.SPREAD, n_sequences)
+            p.tally.empty_caches_host()
+            p.tally.reset_host()
+            results.append(torch.cat(decode(p, Policy.SPREAD, n_sequences)))
+            counts.append(p.tally.read_host())
+            p.runner.close()
+    assert torch.equal(results[1], results[0])
+    assert torch.equal(results[2], results[0])
+    assert counts[1] == counts[2] == counts[0]
+    assert min(counts[0].n_hits.values()) > 0
+
+
+def test_recording_counts_no_experts() -> None:
+    shape = Shape(1, slab_experts=N_EXPERT)
+    settings = {"n_ubatch": 8, "n_ubatches": 1, "n_cells": 16, "n_slots": 3}
+    with recording(), pipe(tiny_source(), shape, ops=STEP_OPS, n_trials=1, **settings) as p:
+        assert p.tally is not None
+        prefill(p, PROMPTS)
+        decode(p, Policy.SPREAD, 1)
+        assert sum(p.tally.read_host().n_read.values()) == len(STEPS) * N_LAYER * N_USED
+        p.runner.close()

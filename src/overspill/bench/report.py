@@ -30,6 +30,7 @@ def as_record(result: Result) -> dict[str, Any]:
         "grain": result.llm["grain"],
         "n_wave": result.llm["n_wave"],
         "uploaded_bytes": counters["uploaded_bytes"],
+        "experts": counters["experts"],
         "busy": counters["busy"],
         "predicted_ts": result.predicted_ts,
         "device_allocations": counters["device_allocations_after_warmup"],
@@ -77,6 +78,7 @@ _COLUMNS: dict[str, Callable[[Result], str]] = {
     "t/s": lambda r: f"{r.avg_ts:.2f} ± {r.stddev_ts:.2f}",
     "predicted": lambda r: f"{r.predicted_ts:.2f}",
     "uploaded": lambda r: f"{r.counters['uploaded_bytes'] / _MIB:,.0f} MiB",
+    "hits": lambda r: f"{r.counters['experts']['hit_rate']:.0%}" if r.counters["experts"] else "-",
     "busy": lambda r: " ".join(f"{share:.0%}" for share in r.counters["busy"].values()),
 }
 

@@ -93,5 +93,14 @@ def _summary(llm: LLM, answer: Answered) -> str:
         f"prompt  {t.prompt_n} tokens, {t.prompt_per_second:.1f} tokens/s",
         f"answer  {t.predicted_n} tokens, {t.predicted_per_second:.1f} tokens/s, ended by {answer.finish_reason}",
         f"uploads {counters['uploaded_bytes'] / 2**20:,.0f} MiB, busy {busy}",
+        *_experts_read(counters["experts"]),
     ]
     return "\n".join(lines)
+
+
+def _experts_read(experts: Mapping[str, Any] | None) -> list[str]:
+    """Where the experts of single tokens came from, in layers whose experts are in host RAM."""
+    if experts is None:
+        return []
+    read = ", ".join(f"{name} {n / 2**20:,.1f} MiB" for name, n in experts["bytes_per_token"].items())
+    return [f"experts {experts['hit_rate']:.0%} from the cache; read from host RAM for a token: {read}"]

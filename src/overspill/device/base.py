@@ -39,6 +39,7 @@ class MemoryKind(StrEnum):
     KV = "kv"
     COMPUTE = "compute"
     STAGING = "staging"
+    CACHE = "cache"
 
 
 class Part(NamedTuple):

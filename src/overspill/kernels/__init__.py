@@ -170,10 +170,11 @@ Shares = Sequence[tuple[int, int]]
 class Divide(Protocol):
     """Share out the experts that ids name: of those, in ascending order, the first are the first party's, and so on.
 
-    ids: int32 `[T, K]`. who: int32 `[E]`, written: the party of each expert, -1 where no id names it.
+    ids: int32 `[T, K]`. who: int32 `[E]`, written: the party of each expert, -1 where no id names it. tally: int64
+    `[1 + parties]`, added to: experts found in a cache (none here), then those of each party, by its number.
     """
 
-    def __call__(self, ids: torch.Tensor, shares: Shares, who: torch.Tensor) -> None: ...
+    def __call__(self, ids: torch.Tensor, shares: Shares, who: torch.Tensor, tally: torch.Tensor) -> None: ...
 
 
 class Fetch(Protocol):
@@ -190,6 +191,44 @@ class Fetch(Protocol):
         party: int,
         room: torch.Tensor,
         vectors: ExpertVectors,
+    ) -> ExpertWeights: ...
+
+
+class CacheState(NamedTuple):
+    """What is known of a layer's experts that lie in slots on its device; int32 `[E]` each, all -1 at first.
+
+    slot_of: the slot of each expert, -1: it has none. heat: how often it was named, old uses counting less. fills: of
+    those to be fetched in this step the slot, else -1. rest: the owner's number for those it computes that no slot is
+    left for, else -1.
+    """
+
+    n_slots: int
+    slot_of: torch.Tensor
+    heat: torch.Tensor
+    fills: torch.Tensor
+    rest: torch.Tensor
+
+
+class LookUp(Protocol):
+    """`Divide` where the owner, the first party, has experts in slots: they are its own. The others are shared out, the
+    hottest to the owner.
+
+    What the owner fetches replaces what is coldest and not named in this step; its slots are valid after `Fill`.
+    """
+
+    def __call__(
+        self, ids: torch.Tensor, shares: Shares, who: torch.Tensor, tally: torch.Tensor, state: CacheState
+    ) -> None: ...
+
+
+class Fill(Protocol):
+    """Read the experts that `state.fills` names from host memory into their slots. Returns all that lie in slots.
+
+    source, vectors: as for `Fetch`. memory: uint8, that of the slots.
+    """
+
+    def __call__(
+        self, source: ExpertWeights, state: CacheState, memory: torch.Tensor, vectors: ExpertVectors
     ) -> ExpertWeights: ...
 
 
@@ -302,7 +341,8 @@ class Ops:
     """One function per field.
 
     embed: rows of a `[V, D]` weight for ids `[T]` -> float32 `[T, D]`.
-    divide, fetch: experts of few tokens that several devices compute.
+    divide, fetch: experts of few tokens that several devices compute. look_up, fill: the same with some of them in
+    slots of the owner.
     linear: `x [T, K]`, weight `[N, K]` -> `[T, N]`.
     linear_heads: a matrix for each head: `x [T, H, K]`, weight `[H, N, K]` -> `[T, H, N]`.
     rms_norm: `x [..., D]`, weight `[D]`, eps -> x / sqrt(mean(x^2) + eps) * weight.
@@ -332,6 +372,8 @@ class Ops:
     experts: Experts
     divide: Divide
     fetch: Fetch
+    look_up: LookUp
+    fill: Fill
     widen: Callable[[ExpertWeights, ExpertWeights], None] | None = None
     plain: Callable[[QTensor, QTensor], None] | None = None
     prepare_heads: PrepareHeads | None = None

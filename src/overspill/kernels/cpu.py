@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from overspill.gguf.types import TensorType
 from overspill.kernels import AttentionWeights, Ops, RouterWeights, TokenAttention, TokenExperts, TokenRouter, ref
 from overspill.kernels import numba as fast
+from overspill.kernels.expert_cache import fill, look_up
 from overspill.kernels.spread import divide, fetch
 from overspill.quant.experts import Activation, ExpertWeights
 from overspill.quant.qtensor import QTensor
@@ -218,6 +219,8 @@ OPS = Ops(
     swiglu=ref.swiglu,
     divide=divide,
     fetch=fetch,
+    look_up=look_up,
+    fill=fill,
     experts=experts,
     prepare_heads=prepare_heads,
     route=route,

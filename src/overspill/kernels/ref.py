@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from overspill.kernels import Ops
+from overspill.kernels.expert_cache import fill, look_up
 from overspill.kernels.spread import divide, fetch
 from overspill.quant.dequant import dequantize
 from overspill.quant.experts import DOWN, GATE, UP, Activation, ExpertWeights
@@ -160,5 +161,7 @@ OPS = Ops(
     swiglu=swiglu,
     divide=divide,
     fetch=fetch,
+    look_up=look_up,
+    fill=fill,
     experts=experts,
 )

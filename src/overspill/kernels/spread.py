@@ -27,13 +27,14 @@ def bounds(shares: Shares) -> list[int]:
     return found
 
 
-def divide(ids: torch.Tensor, shares: Shares, who: torch.Tensor) -> None:
+def divide(ids: torch.Tensor, shares: Shares, who: torch.Tensor, tally: torch.Tensor) -> None:
     """`kernels.Divide`."""
     named = torch.unique(ids.long())
     who.fill_(-1)
     cuts = [(b * len(named) + PARTS_OF_ONE // 2) // PARTS_OF_ONE for b in bounds(shares)]
     for (party, _), first, last in zip(shares, cuts, cuts[1:], strict=False):
         who[named[first:last]] = party
+        tally[1 + party] += last - first
 
 
 def fetch(

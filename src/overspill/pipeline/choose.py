@@ -9,7 +9,7 @@ that many tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import permutations
@@ -23,6 +23,7 @@ from overspill.pipeline.slabs import cut_slabs
 from overspill.pipeline.split import Detour, Layout, Slab, detours
 from overspill.pipeline.spread import n_spread_tokens, owners_of, spread
 from overspill.placement.budget import NO_NEEDS, KernelNeeds
+from overspill.placement.expert_cache import kept_bytes, slot_bytes, with_cache
 from overspill.placement.machine import Machine
 from overspill.placement.plan import GIB, Placement, place
 from overspill.placement.rates import PartyRates
@@ -76,6 +77,16 @@ class Plan:
         return owners_of(self.layout)
 
     @property
+    def cache_bytes(self) -> dict[int, int]:
+        """Memory of the slots of layers whose devices keep some of their experts."""
+        n_cached = {d: n for d, n in enumerate(self.placement.n_cached) if n}
+        return {
+            i: slot_bytes(self.shape, i, n_cached[d])
+            for i, (d, slabs) in enumerate(zip(self.layout.layer_device, self.layout.slabs, strict=True))
+            if slabs and d in n_cached
+        }
+
+    @property
     def predicted_tokens_per_second(self) -> float:
         """Simulated prefill rate of the reference prompt."""
         return sum(self.reference.n_tokens) / self.predicted.wave_us * 1e6
@@ -87,7 +98,7 @@ class Plan:
     def schedule_for(self, n_tokens: int) -> WaveSchedule:
         """How a wave of so many tokens runs."""
         if n_tokens <= self.n_spread_tokens and self.policy in (None, Policy.SPREAD):
-            return self._spread_for(n_tokens)
+            return self._spread_for(n_tokens, self.placement.n_cached)
         if self.policy is not None and self.policy is not Policy.SPREAD:
             return replace(self.schedule, policy=self.policy)
         if not self.has_host_experts or n_tokens >= self.min_upload_tokens:
@@ -97,15 +108,20 @@ class Plan:
             self._cheapest[bucket] = _cheapest(self, bucket)
         return self._cheapest[bucket]
 
-    def _spread_for(self, n_tokens: int) -> WaveSchedule:
-        if n_tokens not in self._spread:
-            how = (self.shape, self.machine, self.layout, self.schedule, n_tokens)
-            self._spread[n_tokens] = spread(*how, spreads_alone=self.spreads_alone)
-        return self._spread[n_tokens]
+    def uncached(self, n_tokens: int) -> WaveSchedule:
+        """How a step of so many tokens runs whose experts are shared out, where no device uses what it keeps."""
+        return self._spread_for(n_tokens, ())
+
+    def _spread_for(self, n_tokens: int, n_cached: tuple[int, ...]) -> WaveSchedule:
+        if (n_tokens, n_cached) not in self._spread:
+            schedule = replace(self.schedule, n_cached=n_cached)
+            how = (self.shape, self.machine, self.layout, schedule, n_tokens)
+            self._spread[n_tokens, n_cached] = spread(*how, spreads_alone=self.spreads_alone)
+        return self._spread[n_tokens, n_cached]
 
     @cached_property
-    def _spread(self) -> dict[int, WaveSchedule]:
-        """The schedules with shares found so far, by number of tokens."""
+    def _spread(self) -> dict[tuple[int, tuple[int, ...]], WaveSchedule]:
+        """The schedules with shares found so far, by number of tokens and of experts kept."""
         return {}
 
     @cached_property
@@ -208,11 +224,7 @@ def _place(
     n_wave = wished
     while True:
         try:
-            placement = place(shape, machine, options, n_ubatch=n_ubatch, n_wave=n_wave, grain=grain, needs=needs)
-            placement, layout = with_embedding(shape, machine, placement, layout_of(shape, machine, placement))
-            placement, layout = with_detours(machine, options, placement, layout)
-            placement = with_host_buffers(shape, placement, layout, needs, n_image_bytes=options.n_image_bytes)
-            _check_host(placement, options)
+            placement, layout = _placed(shape, machine, options, grain, n_ubatch, n_wave, needs)
         except UserError:
             if options.n_wave is not None or n_wave <= n_ubatch:
                 raise
@@ -220,6 +232,43 @@ def _place(
         else:
             lowered = [f"wave lowered from {wished} to {n_wave} tokens to fit; -b overrides"] * (n_wave < wished)
             return replace(placement, notes=(*placement.notes, *lowered)), layout
+
+
+def _placed(
+    shape: ModelShape,
+    machine: Machine,
+    options: Options,
+    grain: int,
+    n_ubatch: int,
+    n_wave: int,
+    needs: KernelNeeds,
+    kept: Sequence[int] = (),
+) -> tuple[Placement, Layout]:
+    """With waves of this size. kept: what each device leaves free for a cache of experts, once that is known."""
+    placement = place(
+        shape, machine, options, n_ubatch=n_ubatch, n_wave=n_wave, grain=grain, needs=needs, kept_bytes=kept
+    )
+    placement, layout = with_embedding(shape, machine, placement, layout_of(shape, machine, placement), kept)
+    placement, layout = with_detours(machine, options, placement, layout)
+    placement = with_host_buffers(shape, placement, layout, needs, n_image_bytes=options.n_image_bytes)
+    _check_host(placement, options)
+    if not options.moe_cache_mib or not any(layout.slabs) or not _keeps(shape, options, placement, layout, needs):
+        return placement, layout
+    wanted = kept_bytes(options, placement)
+    if wanted and not kept:
+        return _placed(shape, machine, options, grain, n_ubatch, n_wave, needs, wanted)
+    return with_cache(shape, machine, options, placement, kept), layout
+
+
+def _keeps(shape: ModelShape, options: Options, placement: Placement, layout: Layout, needs: KernelNeeds) -> bool:
+    """Whether a cache can serve. `UserError` where one was asked for that cannot."""
+    can_spread = n_spread_tokens(shape, layout, placement, needs) > 0
+    if (not can_spread or options.policy not in ("auto", "spread")) and options.moe_cache_mib != "auto":
+        raise UserError(
+            f"--moe-cache-mib {options.moe_cache_mib}: needs GPUs, experts of whole layers in host RAM, slots that "
+            "hold those of a token, and --policy auto or spread; leave it out"
+        )
+    return can_spread and options.policy in ("auto", "spread")
 
 
 def _check_host(placement: Placement, options: Options) -> None:
@@ -243,9 +292,12 @@ def _min_upload_tokens(shape: ModelShape, options: Options) -> int:
 
 
 def with_embedding(
-    shape: ModelShape, machine: Machine, placement: Placement, layout: Layout
+    shape: ModelShape, machine: Machine, placement: Placement, layout: Layout, kept: Sequence[int] = ()
 ) -> tuple[Placement, Layout]:
-    """The token embedding on the device of the first layer, where it is faster than the host and has room for it."""
+    """The token embedding on the device of the first layer, where it is faster than the host and has room for it.
+
+    kept: bytes of each device that are not to be used, if any.
+    """
     first = layout.layer_device[0]
     if (
         shape.has_lookup
@@ -254,7 +306,7 @@ def with_embedding(
     ):
         return placement, layout
     budget = placement.budgets[first]
-    if budget.spare_bytes < shape.embed_bytes + machine.devices[first].reserve_bytes:
+    if budget.spare_bytes < shape.embed_bytes + machine.devices[first].reserve_bytes + sum(kept[first : first + 1]):
         return placement, layout
     more = replace(budget, weights_bytes=budget.weights_bytes + shape.embed_bytes)
     budgets = (*placement.budgets[:first], more, *placement.budgets[first + 1 :])

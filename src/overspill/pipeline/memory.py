@@ -6,8 +6,9 @@ case is known to fit when loading ends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -69,6 +70,7 @@ class Memory:
         *,
         n_spread_tokens: int = 0,
         n_image_bytes: int = 0,
+        cache_bytes: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         self.sizes = sizes
         self._precision = precision
@@ -87,6 +89,8 @@ class Memory:
             self._add_kv(i_layer, i_device)
         if n_spread_tokens:
             self._add_spread(layout, n_spread_tokens)
+        for i_layer, n_bytes in cache_bytes.items():
+            self._add_cache(i_layer, layout.layer_device[i_layer], n_bytes)
         for i_device, plan in enumerate(staging):
             if plan is not None:
                 self._add_staging(i_device, plan)
@@ -111,6 +115,10 @@ class Memory:
 
     def __getitem__(self, resource: Resource) -> tuple[Buffer, ...]:
         return self._buffers[resource]
+
+    def any_of(self, resource: Resource) -> tuple[Buffer, ...]:
+        """Its buffers; none where it does not exist."""
+        return self._buffers.get(resource, ())
 
     def all_of(self, resources: tuple[Resource, ...]) -> tuple[Buffer, ...]:
         """The buffers of several resources."""
@@ -161,6 +169,11 @@ class Memory:
                 who = self._new(i, (1, self._hp.n_expert), torch.int32, compute, f"who{m}")
                 self._buffers["who", i, m] = (who,)
             self._buffers["y", i] = (self._new(i, rows, torch.float32, compute, "y"),)
+            if i != layout.host:
+                tally = self._new(i, (layout.n_layer, 2 + layout.n_accelerators), torch.int64, compute, "tally")
+                self._buffers["tally", i] = (tally,)
+                on_host = self._devices.host.allocate_pinned(tally.n_bytes, name=f"tally{i}")
+                self._buffers["host_tally", i] = (on_host,)
             for party in used:
                 if party != i and i != layout.host:
                     heard = self._new(i, rows, torch.float32, compute, f"heard{party}")
@@ -173,6 +186,12 @@ class Memory:
         if plan.wide_bytes:
             wide = self._new(i_device, (plan.wide_bytes,), torch.uint8, MemoryKind.STAGING, "wide")
             self._buffers["wide", i_device] = (wide,)
+
+    def _add_cache(self, i_layer: int, i_device: int, n_bytes: int) -> None:
+        """Slots of experts that the device keeps, and what is known of them (see `kernels.CacheState`)."""
+        slots = self._new(i_device, (n_bytes,), torch.uint8, MemoryKind.CACHE, f"cache.{i_layer}")
+        state = self._new(i_device, (4, self._hp.n_expert), torch.int32, MemoryKind.CACHE, f"cached.{i_layer}")
+        self._buffers["cache", i_layer] = (slots, state)
 
     def _add_tiles(self, source: int, target: int) -> None:
         for i in range(N_TILES):

@@ -23,7 +23,7 @@ from overspill.device.lane import Lane
 from overspill.pipeline.images import SlotImages
 from overspill.pipeline.ledger import Ledger, Resource
 from overspill.pipeline.memory import Memory
-from overspill.pipeline.schedule import Action, Order, Verb, WaveSchedule, actions
+from overspill.pipeline.schedule import Action, Order, Policy, Verb, WaveSchedule, actions
 from overspill.pipeline.split import Layout
 from overspill.pipeline.steps import StepRunner
 from overspill.pipeline.wave import Ubatch, Wave
@@ -36,11 +36,12 @@ _EVENTS_KEPT = 4096
 
 @dataclass
 class RunCounters:
-    """What a runner has done since the last reset."""
+    """What a runner has done since the last reset. n_spread_tokens: of waves whose experts were spread."""
 
     n_waves: int = 0
     n_ubatches: int = 0
     n_tokens: int = 0
+    n_spread_tokens: int = 0
     wall_us: float = 0.0
 
 
@@ -124,7 +125,7 @@ class Runner:
         if self._steps is not None and self._steps.suits(wave, schedule):
             self._join_lanes_host()
             results = self._steps.run_host(wave, schedule)
-            self._count(wave, time.perf_counter() - started)
+            self._count(wave, schedule, time.perf_counter() - started)
             return results
         results = [torch.empty(len(u.output_rows), self._memory.n_vocab) for u in ubatches]
         self._work.begin_wave()
@@ -136,7 +137,7 @@ class Runner:
             self._issue(action, schedule, ubatches, results)
         while self._downloads:
             self._read_logits_host(results)
-        self._count(wave, time.perf_counter() - started)
+        self._count(wave, schedule, time.perf_counter() - started)
         return results
 
     @property
@@ -247,8 +248,9 @@ class Runner:
         first = done.action.chunk * self._memory.sizes.n_logits_rows
         results[done.action.ubatch][first : first + done.n_rows] = logits[: done.n_rows]
 
-    def _count(self, wave: Wave, seconds: float) -> None:
+    def _count(self, wave: Wave, schedule: WaveSchedule, seconds: float) -> None:
         self.counters.n_waves += 1
         self.counters.n_ubatches += len(wave.ubatches)
         self.counters.n_tokens += wave.n_tokens
+        self.counters.n_spread_tokens += wave.n_tokens * (schedule.policy is Policy.SPREAD)
         self.counters.wall_us += seconds * 1e6

@@ -9,8 +9,9 @@ values, knows no device.
 
 A resource is a tuple that starts with its name: ("x", device, ubatch) hidden states, ("route", device, ubatch)
 normed input, ids and weights of routing, ("who", device, ubatch) which party computes which expert, ("y", device) and
-("heard", device, party) what a party computed of the experts, where it did so and where it is wanted, ("pos", device)
-positions and token ids, ("slot", device, i) a staging slot, ("wide", device) a dequantised slab, ("kv", layer),
+("heard", device, party) what a party computed of the experts, where it did so and where it is wanted, ("tally", device)
+and ("host_tally", device) how many each party got, ("cache", layer) experts that the layer's device keeps, ("pos",
+device) positions and token ids, ("slot", device, i) a staging slot, ("wide", device) a dequantised slab, ("kv", layer),
 ("ids", ubatch) expert ids on the host, ("logits", device, i), ("host_logits", i), ("tile", source, target, i) pinned
 memory between two accelerators that no direct copy connects.
 """
@@ -120,7 +121,8 @@ class WaveSchedule:
     """How waves are run.
 
     widen: dequantise each staged slab once, before the ubatches use it (devices whose kernels want that).
-    shares: for SPREAD, by the number of the device that owns a layer.
+    shares: for SPREAD, by the number of the device that owns a layer. n_cached: likewise, how many of its experts the
+    device keeps; none where it is empty.
     """
 
     order: Order
@@ -128,6 +130,7 @@ class WaveSchedule:
     n_staging_slots: int = 2
     widen: bool = False
     shares: tuple[Shares, ...] = ()
+    n_cached: tuple[int, ...] = ()
 
 
 def actions(
@@ -284,13 +287,15 @@ class _Emitter:
         helpers = [party for party, _ in shares[1:]]
         routed = tuple((name, owner, m) for name in ("route", "who"))
         stream = StreamId(owner, Lane.COMPUTE)
-        yield Action(Verb.DIVIDE, stream, routed[:1], routed[1:], layer=layer, ubatch=m, shares=shares)
+        kept: tuple[Resource, ...] = (("cache", layer),) if any(self._schedule.n_cached[owner : owner + 1]) else ()
+        writes = (*routed[1:], ("tally", owner), *kept)
+        yield Action(Verb.DIVIDE, stream, routed[:1], writes, layer=layer, ubatch=m, shares=shares)
         for p in helpers:
             told = tuple((name, p, m) for name in ("route", "who"))
             yield self._pass(owner, p, m, routed, told)
-            yield self._share(p, layer, m, (), ("y", p))
+            yield self._share(p, layer, m, (), (("y", p),))
         x = ("x", owner, m)
-        yield self._share(owner, layer, m, (x,), x)
+        yield self._share(owner, layer, m, (x,), (x, *kept))
         yield from self._move(following, m)
         terms: list[Resource] = [("x", following, m)]
         for p in helpers:
@@ -301,11 +306,13 @@ class _Emitter:
             adding = StreamId(following, Lane.COMPUTE)
             yield Action(Verb.ADD, adding, tuple(terms), tuple(terms[:1]), layer=layer, ubatch=m)
 
-    def _share(self, party: int, layer: int, m: int, added_to: tuple[Resource, ...], out: Resource) -> Action:
+    def _share(
+        self, party: int, layer: int, m: int, added_to: tuple[Resource, ...], writes: tuple[Resource, ...]
+    ) -> Action:
         room: tuple[Resource, ...] = () if party == self._layout.host else (("slot", party, 0),)
         reads = (("route", party, m), ("who", party, m), *added_to)
         stream = StreamId(party, Lane.COMPUTE)
-        return Action(Verb.SHARE, stream, reads, (out, *room), layer=layer, ubatch=m, slot=0)
+        return Action(Verb.SHARE, stream, reads, (*writes, *room), layer=layer, ubatch=m, slot=0)
 
     def _pass(
         self, source: int, target: int, m: int, reads: tuple[Resource, ...], writes: tuple[Resource, ...]

@@ -15,6 +15,7 @@ from overspill.pipeline.ledger import Ledger, StreamId
 from overspill.pipeline.parties import HAND_OFF_US, n_experts_met, parties_of
 from overspill.pipeline.schedule import Action, Order, Policy, Verb, WaveSchedule, actions
 from overspill.pipeline.split import Layout
+from overspill.pipeline.spread import missed
 from overspill.placement.machine import Machine
 from overspill.placement.shape import ModelShape
 
@@ -182,6 +183,7 @@ class _Costs:
         readers = {*shares} - {self._layout.host}
         parties = parties_of(self._machine, owner, helpers, readers, n_tokens, expert_bytes)
         n_met = n_experts_met(n_expert, self._shape.n_expert_used, n_tokens)
+        n_met *= missed(self._schedule, self._shape, owner)
         (mine,) = (p for p in parties if p.number == party)
         return mine.work_us(n_met * shares[party] / sum(shares.values()))
 

@@ -37,7 +37,8 @@ def spread(
         layers = [i for i, slabs in enumerate(layout.slabs) if slabs and layout.layer_device[i] == owner]
         if layers:
             expert_bytes = sum(shape.expert_bytes(i) for i in layers) / len(layers) / shape.n_expert
-            shares.append(_shares(shape, machine, owner, others, n_tokens, expert_bytes))
+            n_missed = n_experts_met(shape.n_expert, shape.n_expert_used, n_tokens) * missed(schedule, shape, owner)
+            shares.append(_shares(machine, owner, others, n_tokens, max(1, round(n_missed)), expert_bytes))
         else:
             shares.append(())
     return replace(schedule, policy=Policy.SPREAD, shares=tuple(shares))
@@ -48,11 +49,15 @@ def owners_of(layout: Layout) -> list[int]:
     return sorted({layout.layer_device[i] for i, slabs in enumerate(layout.slabs) if slabs})
 
 
+def missed(schedule: WaveSchedule, shape: ModelShape, owner: int) -> float:
+    """Of the experts that tokens pick uniformly, the share that the owner of their layer does not keep."""
+    return 1.0 - sum(schedule.n_cached[owner : owner + 1]) / shape.n_expert
+
+
 def _shares(
-    shape: ModelShape, machine: Machine, owner: int, others: tuple[int, ...], n_tokens: int, expert_bytes: float
+    machine: Machine, owner: int, others: tuple[int, ...], n_tokens: int, n_experts: int, expert_bytes: float
 ) -> Shares:
     """By links alone, or with the CPU where that is sooner: its reading slows the links down."""
-    n_experts = max(1, round(n_experts_met(shape.n_expert, shape.n_expert_used, n_tokens)))
     readers = (owner, *others)
     links = parties_of(machine, owner, others, readers, n_tokens, expert_bytes)
     everybody = parties_of(machine, owner, (*others, machine.host_index), readers, n_tokens, expert_bytes)

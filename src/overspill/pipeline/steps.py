@@ -25,6 +25,7 @@ from overspill.device.lane import Lane
 from overspill.kernels import Ops, cpu
 from overspill.kernels.numba.mail import look_for_flags, raise_flags
 from overspill.models.base import HParams
+from overspill.pipeline.cache_pace import CachePace
 from overspill.pipeline.host_share import HostShare, HostShares
 from overspill.pipeline.ledger import Resource
 from overspill.pipeline.letters import Letter, Letters
@@ -62,19 +63,29 @@ class _Program:
 class StepRunner:
     """Runs steps of one model. Not for several threads.
 
-    tables: the kernels of the devices, by number. n_threads: of the CPU's part.
+    tables: the kernels of the devices, by number. n_threads: of the CPU's part. pace: decides whether steps use the
+    cache that their schedule names; None: all do.
     """
 
     def __init__(
-        self, devices: Devices, layout: Layout, memory: Memory, work: StepWork, tables: Sequence[Ops], n_threads: int
+        self,
+        devices: Devices,
+        layout: Layout,
+        memory: Memory,
+        work: StepWork,
+        tables: Sequence[Ops],
+        n_threads: int,
+        pace: CachePace | None = None,
     ) -> None:
         self._devices = devices
         self._memory = memory
         self._work = work
         self._tables = tables
         self._n_threads = n_step_threads(n_threads)
+        self._pace = pace
         self._programs: OrderedDict[tuple[object, ...], _Program] = OrderedDict()
         self._n_steps = 0
+        self._step_s = 0.0
         used = sorted({*layout.layer_device, layout.output_device, *layout.input_devices} - {layout.host})
         # What goes by mail passes through host memory anyhow.
         self._layout = replace(layout, detour=Detour())
@@ -112,6 +123,13 @@ class StepRunner:
     def run_host(self, wave: Wave, schedule: WaveSchedule) -> list[torch.Tensor]:
         """Compute a step; logits as `Runner.run` gives them."""
         (ubatch,) = wave.ubatches
+        if self._pace is None or not any(schedule.n_cached):
+            return self._run_host(ubatch, schedule)
+        results = self._run_host(ubatch, self._pace.chosen(schedule, ubatch.n_tokens))
+        self._pace.note(ubatch.n_tokens, self._step_s)
+        return results
+
+    def _run_host(self, ubatch: Ubatch, schedule: WaveSchedule) -> list[torch.Tensor]:
         self._n_steps += 1
         key = (ubatch.n_tokens, ubatch.output_rows, schedule)
         program = self._programs.get(key)
@@ -121,11 +139,13 @@ class StepRunner:
             if len(self._programs) > _PROGRAMS_KEPT:
                 self._programs.popitem(last=False)
         self._programs.move_to_end(key)
+        started = time.perf_counter()
         self._write_inputs(ubatch)
         for i_device, recording in program.recordings.items():
             self._devices.all[i_device].stream(Lane.COMPUTE).replay(recording, label="step")
         self._run_on_host(program, ubatch)
         self._devices.all[self._layout.output_device].stream(Lane.COMPUTE).record().wait_host()
+        self._step_s = time.perf_counter() - started
         if int(self._late) == self._n_steps:
             raise RuntimeError("a device waited in vain for another in a decoding step")
         return self._logits(program, ubatch)
@@ -218,7 +238,15 @@ class StepRunner:
     def _recording(self, i_device: int, works: Sequence[Callable[[], None]]) -> Recording:
         device = self._devices.all[i_device]
         stream = device.stream(Lane.COMPUTE)
-        for work in works:
+        tallies = self._memory.any_of(("tally", i_device))
+        counted: list[torch.Tensor] = []
+
+        def count_nothing() -> None:
+            for tally, n in zip(tallies, counted, strict=True):
+                tally.tensor.copy_(n)
+
+        stream.launch(lambda: counted.extend(tally.tensor.clone() for tally in tallies), label="first step")
+        for work in (*works, count_nothing):
             stream.launch(work, label="first step")
         device.synchronize_host()
         self._work.begin_wave()

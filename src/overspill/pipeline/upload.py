@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from overspill.device.base import Buffer, Part
 from overspill.gguf.types import TensorType
-from overspill.pipeline.slabs import WIDE_VALUE_BYTES, align
+from overspill.pipeline.slabs import ALIGNMENT, WIDE_VALUE_BYTES, align
 from overspill.quant.experts import ExpertVectors, ExpertWeights
 from overspill.quant.qtensor import QTensor
 
@@ -58,6 +58,11 @@ class HostExperts:
     @property
     def n_bytes(self) -> int:
         return self.n_experts * sum(part.expert_bytes for part in self.host_parts)
+
+    def n_in(self, n_bytes: int) -> int:
+        """How many experts have room in so many bytes, each part from an aligned offset."""
+        sizes = [part.expert_bytes for part in self.host_parts]
+        return min(self.n_experts, (n_bytes - len(sizes) * (ALIGNMENT - 1)) // sum(sizes))
 
     def of_party(self, who: torch.Tensor, party: int) -> ExpertWeights:
         """Those that a party computes, where they are, for the CPU. who: int32 `[E]` on the host, party of each."""

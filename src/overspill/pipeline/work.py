@@ -15,7 +15,7 @@ import torch
 from overspill.cache.cells import Segment
 from overspill.cache.kv import KvCache
 from overspill.device.base import Buffer, Stream
-from overspill.kernels import Ops
+from overspill.kernels import CacheState, Ops
 from overspill.models.base import HParams, Model, Routing, UbatchView, forward_layer
 from overspill.pipeline.ledger import Resource
 from overspill.pipeline.memory import Memory
@@ -215,33 +215,60 @@ class Work:
 
     def _divide(self, action: Action, ubatch: Ubatch) -> Callable[[], None]:
         """Which party computes which of the experts that the ids name."""
-        divide = self._model.ops(action.layer).divide
+        ops, layer = self._model.ops(action.layer), action.layer
+        keeps = ("cache", layer) in action.writes
 
         def body() -> None:
             who = self._one(("who", action.device, action.ubatch)).tensor[0]
-            divide(self._routing(action, ubatch).ids, action.shares, who)
+            tally = self._one(("tally", action.device)).tensor[layer]
+            ids = self._routing(action, ubatch).ids
+            if keeps:
+                ops.look_up(ids, action.shares, who, tally, self._kept(layer)[1])
+            else:
+                ops.divide(ids, action.shares, who, tally)
 
         return body
+
+    def _kept(self, i_layer: int) -> tuple[torch.Tensor, CacheState]:
+        """The slots of a layer's cache, and what is in them."""
+        slots, state = self._memory["cache", i_layer]
+        return slots.tensor, CacheState(self._host_experts[i_layer].n_in(slots.n_bytes), *state.tensor)
 
     def _share(self, action: Action, ubatch: Ubatch) -> Callable[[], None]:
         """A party's experts: the owner adds them to the hidden states, the others to what they send back."""
-        experts, party = self._host_experts[action.layer], action.device
+        party = action.device
         ops = self._host_ops if party == self._layout.host else self._tables[party]
+        keeps = ("cache", action.layer) in action.writes
 
         def body() -> None:
-            who = self._one(("who", party, action.ubatch)).tensor[0]
             (out,) = self.rows(action.writes[0], ubatch.n_tokens)
             if action.writes[0][0] == "y":
                 out.zero_()
-            if party == self._layout.host:
-                weights = experts.of_party(who, party)
-            else:
-                room = self._one(("slot", party, action.slot)).tensor
-                vectors = self._model.expert_vectors(action.layer)
-                weights = ops.fetch(experts.in_place(), who, party, room, vectors)
-            self._model.experts(action.layer, out, self._routing(action, ubatch), weights, ops)
+            found = self._cached(action, ubatch, ops) if keeps else [self._fetched(action, ops)]
+            for weights in found:
+                self._model.experts(action.layer, out, self._routing(action, ubatch), weights, ops)
 
         return body
+
+    def _fetched(self, action: Action, ops: Ops) -> ExpertWeights:
+        """What a party reads from host memory; the CPU reads it where it is."""
+        who = self._one(("who", action.device, action.ubatch)).tensor[0]
+        if action.device == self._layout.host:
+            return self._host_experts[action.layer].of_party(who, action.device)
+        return self._brought(action, ops, who)
+
+    def _brought(self, action: Action, ops: Ops, who: torch.Tensor) -> ExpertWeights:
+        source = self._host_experts[action.layer].in_place()
+        room = self._one(("slot", action.device, action.slot)).tensor
+        return ops.fetch(source, who, action.device, room, self._model.expert_vectors(action.layer))
+
+    def _cached(self, action: Action, ubatch: Ubatch, ops: Ops) -> list[ExpertWeights]:
+        """What lies in the owner's slots now, and, where they may be too few for a step, what found none."""
+        source, vectors = self._host_experts[action.layer].in_place(), self._model.expert_vectors(action.layer)
+        slots, state = self._kept(action.layer)
+        kept = ops.fill(source, state, slots, vectors)
+        most = min(self._model.hparams.n_expert, ubatch.n_tokens * self._model.hparams.n_expert_used)
+        return [kept] if most <= state.n_slots else [kept, self._brought(action, ops, state.rest)]
 
     def _add(self, action: Action, ubatch: Ubatch) -> Callable[[], None]:
         """What the other parties say, one after the other."""

@@ -127,10 +127,11 @@ class DeviceBudget:
     kv_bytes: int
     compute_bytes: int
     staging_bytes: int
+    cache_bytes: int = 0
 
     @property
     def used_bytes(self) -> int:
-        return self.weights_bytes + self.kv_bytes + self.compute_bytes + self.staging_bytes
+        return self.weights_bytes + self.kv_bytes + self.compute_bytes + self.staging_bytes + self.cache_bytes
 
     @property
     def spare_bytes(self) -> int:

@@ -10,8 +10,8 @@ equal arguments give equal placements.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
@@ -45,8 +45,9 @@ class Placement:
     tensor; routed experts at home on the host whose layer computes on a device are uploaded through its staging
     ring. Where the output is tied to the token embedding (at home on the host), the output device holds a copy.
     n_ctx: context cells over all sequences. staging: per device, None without host experts. budgets: per device, the
-    host last. upload_bytes: per device, its layers' host experts. notes: one line each, for the user.
-    flags: the same placement as literal flags.
+    host last. upload_bytes: per device, its layers' host experts. n_cached: per device, how many of each of those
+    layers' experts it keeps for decoding. notes: one line each, for the user. flags: the same placement as literal
+    flags.
     """
 
     layer_device: tuple[int, ...]
@@ -61,6 +62,7 @@ class Placement:
     upload_bytes: tuple[int, ...]
     notes: tuple[str, ...]
     flags: tuple[str, ...]
+    n_cached: tuple[int, ...] = ()
 
     @property
     def host_index(self) -> int:
@@ -92,10 +94,12 @@ def place(
     n_wave: int,
     grain: int,
     needs: KernelNeeds = NO_NEEDS,
+    kept_bytes: Sequence[int] = (),
 ) -> Placement:
     """Place `shape` on `machine` for waves of `n_wave` tokens in ubatches of `n_ubatch`, `grain` layers a turn.
 
-    needs: what the kernels of the accelerators take, for ubatches of `n_ubatch`.
+    needs: what the kernels of the accelerators take, for ubatches of `n_ubatch`. kept_bytes: per device, what is not
+    to be used, if any.
 
     `-dev` and `--device-memory` are applied to the machine before (`Machine.select`, `Machine.capped`). `UserError`
     for flags that this machine or model cannot follow, and when it does not fit.
@@ -103,6 +107,7 @@ def place(
     stages = choose_stages(machine, options)
     pins = resolve(shape, machine, options)
     demand = _demand(shape, machine, options, pins, n_ubatch, n_wave, needs)
+    demand = replace(demand, capacity=_less(demand.capacity, kept_bytes))
     ask = _ask(shape, options, stages, pins, demand, grain)
     layout = literal(ask) if options.fit == "off" else fit(ask)
     _refuse_overflow(machine, options, demand, layout)
@@ -156,7 +161,7 @@ def _demand(
         state=tuple(
             n_bytes * (options.n_parallel * options.n_states + needs.n_trials) for n_bytes in shape.state_bytes
         ),
-        capacity=(*_capacities(machine, options), machine.host_bytes - pinned_ends - options.n_image_bytes),
+        capacity=(*capacities(machine, options), machine.host_bytes - pinned_ends - options.n_image_bytes),
         n_expert=shape.n_expert,
         n_cpu_moe=0 if options.fit == "off" else options.n_cpu_moe,
         output_bytes=shape.output_bytes,
@@ -172,7 +177,12 @@ def _demand(
     )
 
 
-def _capacities(machine: Machine, options: Options) -> list[int]:
+def _less(capacity: tuple[int, ...], kept_bytes: Sequence[int]) -> tuple[int, ...]:
+    kept = (*kept_bytes, *[0] * (len(capacity) - len(kept_bytes)))
+    return tuple(max(0, a - b) for a, b in zip(capacity, kept, strict=True))
+
+
+def capacities(machine: Machine, options: Options) -> list[int]:
     """Bytes each device may use: what is free, less what is to stay free (nothing stays free with `-fit off`)."""
     if options.fit == "off":
         return [d.free_bytes for d in machine.devices]

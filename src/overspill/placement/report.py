@@ -19,6 +19,7 @@ _COLUMNS: Final = (
     "kv",
     "compute",
     "staging",
+    "cache",
     "sum",
     "spare",
     "free",
@@ -35,6 +36,11 @@ def report(shape: ModelShape, placement: Placement) -> list[str]:
     lines.append(_sizes(placement))
     lines += [_placed_layers(placement, device) for device in range(placement.host_index + 1)]
     lines += [f"staging {placement.budgets[d].name}: {text}" for d, text in _staging(shape, placement)]
+    lines += [
+        f"cache {placement.budgets[d].name}: {n} of {shape.n_expert} experts of each layer with experts in host RAM"
+        for d, n in enumerate(placement.n_cached)
+        if n
+    ]
     lines.append(f"flags: {shlex.join(placement.flags)}")
     return [line for line in lines if line] + [f"note: {note}" for note in placement.notes]
 
@@ -81,6 +87,8 @@ def _device_dict(shape: ModelShape, placement: Placement, device: int) -> dict[s
         "kv_bytes": budget.kv_bytes,
         "compute_bytes": budget.compute_bytes,
         "staging_bytes": budget.staging_bytes,
+        "cache_bytes": budget.cache_bytes,
+        "n_cached_experts": placement.n_cached[device] if device < len(placement.n_cached) else 0,
         "used_bytes": budget.used_bytes,
         "free_bytes": budget.free_bytes,
         "total_bytes": budget.total_bytes,
@@ -107,6 +115,7 @@ def _amounts(budget: DeviceBudget) -> tuple[int, ...]:
         budget.kv_bytes,
         budget.compute_bytes,
         budget.staging_bytes,
+        budget.cache_bytes,
         budget.used_bytes,
         budget.spare_bytes,
         budget.free_bytes,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -97,8 +97,17 @@ class Metrics:
         yield _gauge("overspill:host_expert_bytes", "Bytes of experts in host RAM", c["host_expert_bytes"])
         yield _per_device("overspill:busy_ratio", "Share of the waves' time a device computed", c["busy"])
         yield _per_device("overspill:peak_bytes", "Most bytes a device held", c["peak_bytes"])
+        yield from _experts(c["experts"])
         age_s = time.monotonic() - self._read_s
         yield _gauge("overspill:device_counters_age_seconds", "Since the devices' counters were read", age_s)
+
+
+def _experts(experts: Mapping[str, Any] | None) -> Families:
+    """Of decoding with experts in host RAM."""
+    if experts is not None:
+        hits, read = experts["hit_rates"], experts["read_bytes"]
+        yield _per_device("overspill:expert_hit_ratio", "Share of the experts that lay in the device's cache", hits)
+        yield _per_device("overspill:expert_read_bytes", "Bytes of experts read from host RAM for single tokens", read)
 
 
 class _Snapshot:

@@ -18,13 +18,14 @@ from overspill.kernels.triton.attention import AttentionOp
 from overspill.kernels.triton.chooser import AttentionChooser, Heads
 from overspill.kernels.triton.delta import delta_steps
 from overspill.kernels.triton.dequant import dequantize_bf16
+from overspill.kernels.triton.expert_cache import look_up
 from overspill.kernels.triton.heads import Angles, HeadGains, prepare_heads, rope
 from overspill.kernels.triton.linear import LinearOp, embed
 from overspill.kernels.triton.mail import add_mail, copy_pinned, put_mail, take_mail
 from overspill.kernels.triton.moe import MoeOp
 from overspill.kernels.triton.norm import rms_norm, swiglu
 from overspill.kernels.triton.routing import Choice, pick_experts, route
-from overspill.kernels.triton.spread import divide, fetch
+from overspill.kernels.triton.spread import divide, fetch, fill
 from overspill.kernels.triton.steps import attend_steps, prepare_steps
 from overspill.kernels.triton.wide import plain_into, wide_bytes, widen, widen_into
 from overspill.kernels.triton.workspace import Workspace, workspace_bytes
@@ -133,6 +134,8 @@ def make_ops(
         plain=plain_into,
         divide=divide,
         fetch=fetch,
+        look_up=look_up,
+        fill=fill,
         prepare_heads=prepare,
         prepare_steps=prepare_each,
         attend_steps=attend_steps,

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from overspill.kernels import Shares
+from overspill.kernels import CacheState, Shares
 from overspill.kernels.spread import PARTS_OF_ONE, bounds, stacks_in
 from overspill.kernels.triton.launch import Kernel, Tuning, cdiv, power_of_two
 from overspill.quant.experts import ExpertVectors, ExpertWeights
@@ -20,52 +20,75 @@ from overspill.quant.qtensor import QTensor
 
 _N_PROGRAMS = 528
 _PIECE = 1024
+PAIRS = 16
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 @triton.jit(do_not_specialize=["n_pairs"])
 def _divide(
-    ids, table, who, n_pairs, E: tl.constexpr, BLOCK_E: tl.constexpr, PARTIES: tl.constexpr, ONE: tl.constexpr,
+    ids, table, who, tally, n_pairs, E: tl.constexpr, BLOCK_E: tl.constexpr, PARTIES: tl.constexpr, ONE: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
     """table: int32 `[2, PARTIES]`: where the parts begin, and whose they are."""
     experts = tl.arange(0, BLOCK_E)
-    named = tl.zeros([BLOCK_E], tl.int32)
-    for first in range(0, n_pairs, PAIRS):
-        at = first + tl.arange(0, PAIRS)
-        chosen = tl.load(ids + at, mask=at < n_pairs, other=-1)
-        named += tl.sum((chosen[:, None] == experts[None, :]).to(tl.int32), axis=0)
-    named = (named > 0).to(tl.int32)
+    named = (count_ids(ids, experts, n_pairs, PAIRS) > 0).to(tl.int32)
     n = tl.sum(named)
     place = tl.cumsum(named) - 1
     party = tl.full([BLOCK_E], -1, tl.int32)
     for i in tl.static_range(PARTIES):
         begins = (tl.load(table + i) * n + ONE // 2) // ONE
         party = tl.where(place >= begins, tl.load(table + PARTIES + i), party)
-    tl.store(who + experts, tl.where(named > 0, party, -1), mask=experts < E)
+    party = tl.where(named > 0, party, -1)
+    tl.store(who + experts, party, mask=experts < E)
+    count_parties(party, table, tally, PARTIES)
+
+
+@triton.jit
+def count_ids(ids, experts, n_pairs, PAIRS: tl.constexpr):
+    """How many of the ids name each expert."""
+    named = tl.zeros_like(experts)
+    for first in range(0, n_pairs, PAIRS):
+        at = first + tl.arange(0, PAIRS)
+        chosen = tl.load(ids + at, mask=at < n_pairs, other=-1)
+        named += tl.sum((chosen[:, None] == experts[None, :]).to(tl.int32), axis=0)
+    return named
+
+
+@triton.jit
+def count_parties(party, table, tally, PARTIES: tl.constexpr):
+    """Add each party's experts to the tally."""
+    for i in tl.static_range(PARTIES):
+        number = tl.load(table + PARTIES + i)
+        n = tl.sum((party == number).to(tl.int32))
+        tl.store(tally + 1 + number, tl.load(tally + 1 + number) + n)
 
 
 @triton.jit(do_not_specialize=["party"])
 def _fetch(
-    who, gate, up, down, gate_room, up_room, down_room, slot_of, party,
+    which, gate, up, down, gate_room, up_room, down_room, slot_of, party,
     E: tl.constexpr, BLOCK_E: tl.constexpr, GATE: tl.constexpr, UP: tl.constexpr, DOWN: tl.constexpr,
     ROOM: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """GATE, UP, DOWN: words of one expert's matrices. ROOM: experts that there is room for."""
+    """which: the party of each expert, whose own go to slots in ascending order, and these to `slot_of`; where that is
+    None, the slot of each, or -1. GATE, UP, DOWN: words of one expert's matrices. ROOM: slots that there are."""
     experts = tl.arange(0, BLOCK_E)
-    mine = (tl.load(who + experts, mask=experts < E, other=-1) == party).to(tl.int32)
-    slots = tl.where(mine > 0, tl.cumsum(mine) - 1, -1)
-    slots = tl.where(slots < ROOM, slots, -1)
-    if tl.program_id(0) == 0:
-        tl.store(slot_of + experts, slots, mask=experts < E)
+    given = tl.load(which + experts, mask=experts < E, other=-1)
+    mine = ((given >= 0) if slot_of is None else (given == party)).to(tl.int32)
+    order = tl.where(mine > 0, tl.cumsum(mine) - 1, -1)
+    order = tl.where(order < ROOM, order, -1)
+    slots = given if slot_of is None else order
+    if slot_of is not None:  # noqa: SIM102  (known when compiled, unlike the other)
+        if tl.program_id(0) == 0:
+            tl.store(slot_of + experts, slots, mask=experts < E)
     gates: tl.constexpr = (GATE + PIECE - 1) // PIECE
     ups: tl.constexpr = (UP + PIECE - 1) // PIECE
     downs: tl.constexpr = (DOWN + PIECE - 1) // PIECE
     pieces: tl.constexpr = gates + ups + downs
     for i in range(tl.program_id(0), tl.minimum(tl.sum(mine), ROOM) * pieces, tl.num_programs(0)):
-        slot = i // pieces
+        is_it = order == i // pieces
         piece = i % pieces
-        expert = tl.sum(tl.where(slots == slot, experts, 0)).to(tl.int64)
+        expert = tl.sum(tl.where(is_it, experts, 0)).to(tl.int64)
+        slot = tl.sum(tl.where(is_it, slots, 0))
         if piece < gates:
             _move(gate + expert * GATE, gate_room + slot.to(tl.int64) * GATE, piece * PIECE, GATE, PIECE)
         elif piece < gates + ups:
@@ -85,15 +108,20 @@ _divide_kernel = Kernel(_divide)
 _fetch_kernel = Kernel(_fetch)
 
 
-def divide(ids: torch.Tensor, shares: Shares, who: torch.Tensor) -> None:
+def divide(ids: torch.Tensor, shares: Shares, who: torch.Tensor, tally: torch.Tensor) -> None:
     """`kernels.Divide`."""
-    table = _table(tuple(shares), ids.device)
-    constants = (len(who), max(16, power_of_two(len(who))), len(shares), PARTS_OF_ONE, 64)
-    _divide_kernel((1,), (ids.contiguous(), table, who, ids.numel()), constants, Tuning(n_warps=4))
+    table = table_of(tuple(shares), ids.device)
+    constants = (len(who), block_of(len(who)), len(shares), PARTS_OF_ONE, PAIRS)
+    _divide_kernel((1,), (ids.contiguous(), table, who, tally, ids.numel()), constants, Tuning(n_warps=4))
+
+
+def block_of(n_experts: int) -> int:
+    """Width of a program that handles all experts at once."""
+    return max(16, power_of_two(n_experts))
 
 
 @cache
-def _table(shares: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:
+def table_of(shares: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:
     """Sent once, before anything is recorded."""
     return torch.tensor([bounds(shares)[:-1], [party for party, _ in shares]], dtype=torch.int32).to(device)
 
@@ -104,14 +132,31 @@ def fetch(
     """`kernels.Fetch`; host memory must be pinned."""
     stacks = stacks_in(room, source.parts)
     slot_of = torch.empty_like(who)
+    _move_experts(source, stacks, who, slot_of, party)
+    return ExpertWeights(*stacks, slot_of, vectors)
+
+
+def fill(source: ExpertWeights, state: CacheState, memory: torch.Tensor, vectors: ExpertVectors) -> ExpertWeights:
+    """`kernels.Fill`; host memory must be pinned."""
+    stacks = stacks_in(memory, source.parts)
+    _move_experts(source, stacks, state.fills, None, 0)
+    return ExpertWeights(*stacks, state.slot_of, vectors)
+
+
+def _move_experts(
+    source: ExpertWeights,
+    stacks: tuple[QTensor, QTensor, QTensor],
+    which: torch.Tensor,
+    slot_of: torch.Tensor | None,
+    party: int,
+) -> None:
+    n_experts = len(which)
     words = _word_type([part.data[0].numel() for part in source.parts])
     sources, rooms = ([_words(part, words) for part in parts] for parts in (source.parts, stacks))
     sizes = [part.data[0].numel() // words.itemsize for part in source.parts]
-    E = len(who)
-    n_programs = min(_N_PROGRAMS, E * sum(cdiv(size, _PIECE) for size in sizes))
-    constants = (E, max(16, power_of_two(E)), *sizes, stacks[0].shape[0], _PIECE)
-    _fetch_kernel((n_programs,), (who, *sources, *rooms, slot_of, party), constants, Tuning(n_warps=4))
-    return ExpertWeights(*stacks, slot_of, vectors)
+    n_programs = min(_N_PROGRAMS, n_experts * sum(cdiv(size, _PIECE) for size in sizes))
+    constants = (n_experts, block_of(n_experts), *sizes, stacks[0].shape[0], _PIECE)
+    _fetch_kernel((n_programs,), (which, *sources, *rooms, slot_of, party), constants, Tuning(n_warps=4))
 
 
 def _word_type(sizes: list[int]) -> torch.dtype:

@@ -1,0 +1,65 @@
+"""Experts that a layer's device keeps in slots: which they are, and what replaces them. In torch.
+
+All is worked out where the ids are, step by step, from the ids and what was named before: nobody waits for the host,
+and the same tokens leave the same experts in the slots. Whatever the owner fetches goes into a slot, that of the
+coldest expert which no id names in this step: it costs no byte more than fetching it to anywhere else, and what does
+not come back is the coldest soon. Slots 0 ... n - 1 are those in use, so the next free one is known without a list.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from overspill.kernels import CacheState, Shares
+from overspill.kernels.spread import PARTS_OF_ONE, bounds, stacks_in
+from overspill.quant.experts import ExpertVectors, ExpertWeights
+
+HEAT_OF_USE: Final = 1 << 10
+HEAT_DECAY: Final = 7
+"""Of its heat an expert loses a 128th (rounded up) at each step of its layer. In whole numbers, so that it is the same
+everywhere."""
+
+
+def look_up(ids: torch.Tensor, shares: Shares, who: torch.Tensor, tally: torch.Tensor, state: CacheState) -> None:
+    """`kernels.LookUp`."""
+    named = torch.bincount(ids.long().flatten(), minlength=len(who))
+    state.heat.sub_((state.heat + (1 << HEAT_DECAY) - 1) >> HEAT_DECAY).add_(named.int() * HEAT_OF_USE)
+    heat, slot_of = state.heat.tolist(), state.slot_of.tolist()
+    chosen = torch.nonzero(named)[:, 0].tolist()
+    hits = [e for e in chosen if slot_of[e] >= 0]
+    missing = sorted((e for e in chosen if slot_of[e] < 0), key=lambda e: (-heat[e], e))
+    who.fill_(-1)
+    who[hits] = shares[0][0]
+    tally[0] += len(hits)
+    cuts = [-(-b * len(missing) // PARTS_OF_ONE) for b in bounds(shares)]
+    for (party, _), first, last in zip(shares, cuts, cuts[1:], strict=False):
+        who[missing[first:last]] = party
+        tally[1 + party] += last - first
+    _replace(missing[: cuts[1]], set(chosen), shares[0][0], state)
+
+
+def _replace(fetched: list[int], chosen: set[int], owner: int, state: CacheState) -> None:
+    """Give slots to what the owner fetches, the hottest first."""
+    heat, slot_of = state.heat.tolist(), state.slot_of.tolist()
+    held = [e for e, slot in enumerate(slot_of) if slot >= 0]
+    idle = sorted((e for e in held if e not in chosen), key=lambda e: (heat[e], e))
+    n_free = state.n_slots - len(held)
+    slots = [*range(len(held), state.n_slots), *(slot_of[e] for e in idle)][: len(fetched)]
+    state.slot_of[idle[: max(0, len(fetched) - n_free)]] = -1
+    state.fills.fill_(-1)
+    state.rest.fill_(-1)
+    state.fills[fetched[: len(slots)]] = torch.tensor(slots, dtype=torch.int32)
+    state.slot_of[fetched[: len(slots)]] = torch.tensor(slots, dtype=torch.int32)
+    state.rest[fetched[len(slots) :]] = owner
+
+
+def fill(source: ExpertWeights, state: CacheState, memory: torch.Tensor, vectors: ExpertVectors) -> ExpertWeights:
+    """`kernels.Fill`."""
+    stacks = stacks_in(memory, source.parts)
+    (wanted,) = torch.nonzero(state.fills >= 0, as_tuple=True)
+    slots = state.fills[wanted].long()
+    for stack, part in zip(stacks, source.parts, strict=True):
+        stack.data[slots] = part.data[wanted]
+    return ExpertWeights(*stacks, state.slot_of.numpy(), vectors)

@@ -1,0 +1,66 @@
+"""A model whose devices keep experts, from the options to the counters, on virtual devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from overspill import LLM
+from overspill.pipeline.wave import Segment, Ubatch, Wave
+from overspill.placement.budget import KernelNeeds
+from tests.helpers.plain import plain_logits, plain_model
+from tests.helpers.tiny_moe import N_EXPERT, N_LAYER, N_USED, tiny_source
+
+IDS = [5, 9, 30, 17, 2, 8, 8, 21]
+OPTIONS: dict[str, Any] = {
+    "devices": "virtual:2", "cpu_moe": True, "n_ctx": 16, "threads": 2, "n_ubatch": 2, "n_wave": 8,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _spreading(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("overspill.llm.needs_on", lambda *_: lambda n: KernelNeeds(n_spread_tokens=2))
+
+
+def decode(llm: LLM) -> torch.Tensor:
+    """Logits of IDS, one by one."""
+    rows = []
+    for i, token in enumerate(IDS):
+        rows += llm.run_wave(Wave((Ubatch((token,), (Segment(0, i, 1),), (0,)),)))
+    return torch.cat(rows)
+
+
+def test_kept_experts_are_found_and_counted() -> None:
+    with LLM(tiny_source(), **OPTIONS, moe_cache_mib=1) as llm:
+        assert llm.plan.placement.n_cached == (N_EXPERT, N_EXPERT)
+        llm.reset_counters()
+        logits = decode(llm)
+        experts = llm.counters()["experts"]
+        llm.reset_counters()
+        assert llm.counters()["experts"]["hits"] == 0
+    torch.testing.assert_close(logits, plain_logits(plain_model(tiny_source()), IDS, 8), rtol=1e-4, atol=1e-4)
+    assert experts["hits"] + experts["misses"] == len(IDS) * N_LAYER * N_USED
+    # Each owner reads each of its experts at most once; with one missing it is the owner's.
+    assert experts["hits"] >= len(IDS) * N_LAYER * N_USED - 2 * N_LAYER * N_EXPERT
+    assert experts["hit_rate"] == experts["hits"] / (len(IDS) * N_LAYER * N_USED)
+    assert {*experts["hit_rates"]} == {"virtual:0", "virtual:1"}
+    n_read = sum(experts["read_bytes"].values())
+    assert n_read == 3 * 720 * experts["misses"]
+    assert sum(experts["bytes_per_token"].values()) == pytest.approx(n_read / len(IDS), abs=3)
+    assert 0.0 <= experts["cpu_share"] <= 1.0
+
+
+def test_without_a_cache_all_are_read() -> None:
+    with LLM(tiny_source(), **OPTIONS, policy="spread") as llm:
+        assert not any(llm.plan.placement.n_cached)
+        llm.reset_counters()
+        decode(llm)
+        experts = llm.counters()["experts"]
+    assert (experts["hits"], experts["misses"]) == (0, len(IDS) * N_LAYER * N_USED)
+
+
+def test_no_experts_on_the_host_no_counts() -> None:
+    with LLM(tiny_source(), devices="virtual:1", n_ctx=16, moe_cache_mib="auto") as llm:
+        assert llm.counters()["experts"] is None

@@ -1,0 +1,179 @@
+"""The rules by which experts come into slots and leave them, in torch; and their Triton version against that."""
+
+# ruff: noqa: I001  (where Triton runs is decided before it is imported)
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.triton_device import DEVICE
+
+from overspill.gguf.types import TensorType
+from overspill.kernels import CacheState, ref
+from overspill.kernels.triton import expert_cache, spread
+from overspill.quant.experts import NO_VECTORS, ExpertWeights
+from overspill.quant.qtensor import QTensor
+
+SHARES = [(1, 3), (0, 3), (2, 2)]
+
+
+def empty(n_expert: int, n_slots: int) -> CacheState:
+    return CacheState(n_slots, *torch.full((4, n_expert), -1, dtype=torch.int32))
+
+
+def empty_on_device(n_expert: int, n_slots: int) -> CacheState:
+    return CacheState(n_slots, *(part.to(DEVICE) for part in empty(n_expert, n_slots)[1:]))
+
+
+class Looks:
+    """A cache that is looked up step after step."""
+
+    def __init__(self, n_expert: int, n_slots: int, shares: list[tuple[int, int]]) -> None:
+        self.shares, self.state = shares, empty(n_expert, n_slots)
+        self.who = torch.empty(n_expert, dtype=torch.int32)
+        self.tally = torch.zeros(11, dtype=torch.int64)
+
+    def __call__(self, *ids: int) -> dict[int, int]:
+        """The party of each expert that is named."""
+        ref.OPS.look_up(torch.tensor([ids], dtype=torch.int32), self.shares, self.who, self.tally, self.state)
+        return {e: int(self.who[e]) for e in range(len(self.who)) if self.who[e] >= 0}
+
+    @property
+    def held(self) -> set[int]:
+        return {e for e, slot in enumerate(self.state.slot_of.tolist()) if slot >= 0}
+
+    @property
+    def filled(self) -> set[int]:
+        return {e for e, slot in enumerate(self.state.fills.tolist()) if slot >= 0}
+
+
+def test_what_the_owner_fetches_stays_and_is_its_own_next_time() -> None:
+    look = Looks(8, 4, [(0, 1)])
+
+    assert look(5, 2) == {5: 0, 2: 0}
+    assert look.filled == {2, 5}
+    assert look(5, 3) == {5: 0, 3: 0}
+
+    assert look.filled == {3}
+    assert look.held == {2, 3, 5}
+    assert look.tally.tolist()[:2] == [1, 3]
+
+
+def test_the_coldest_that_is_not_named_goes() -> None:
+    look = Looks(8, 3, [(0, 1)])
+    for ids in [(0, 1), (0, 1), (1, 2), (0, 2), (0, 2)]:
+        look(*ids)
+    assert look.held == {0, 1, 2}
+
+    look(1, 7)  # 1 would be the coldest, but it is named; 2 was named less often than 0
+
+    assert look.held == {0, 1, 7}
+
+
+def test_of_what_is_missing_the_hottest_is_the_owners() -> None:
+    look = Looks(8, 2, [(0, 1), (9, 1)])
+    look.state.heat[7] = 5000
+
+    assert look(3, 7) == {7: 0, 3: 9}
+
+    assert look.held == {7}
+
+
+def test_a_single_one_that_is_missing_is_the_owners_however_small_its_share() -> None:
+    assert Looks(8, 2, [(0, 1), (9, 100)])(4) == {4: 0}
+
+
+def test_more_than_the_slots_hold_are_fetched_elsewhere() -> None:
+    look = Looks(8, 2, [(3, 1)])
+
+    look(0, 1, 2, 4)
+
+    assert look.held == look.filled == {0, 1}
+    assert look.state.rest.tolist() == [-1, -1, 3, -1, 3, -1, -1, -1]
+    look(0, 1, 5, 6)  # both slots are in use in this step, so nobody loses one
+    assert look.held == {0, 1}
+    assert look.filled == set()
+
+
+def test_uses_of_long_ago_count_less() -> None:
+    look = Looks(8, 2, [(0, 1)])
+    for _ in range(4):
+        look(0)
+    for _ in range(300):
+        look(1)
+    look(5)
+    assert look.held == {1, 5}
+
+
+def steps(n_tokens: int, n_used: int, n_expert: int) -> Iterator[torch.Tensor]:
+    """Ids of which some come often."""
+    generator = np.random.default_rng(n_tokens + n_expert)
+    worth = 1 / np.arange(1, n_expert + 1)
+    for _ in range(12):
+        rows = [generator.choice(n_expert, n_used, replace=False, p=worth / worth.sum()) for _ in range(n_tokens)]
+        yield torch.tensor(np.array(rows), dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "n_used", "n_expert", "n_slots"),
+    [(1, 8, 128, 20), (3, 4, 20, 12), (16, 8, 40, 9), (1, 1, 5, 1), (2, 4, 70, 70)],
+)
+@pytest.mark.parametrize("shares", [[(0, 1)], SHARES, [(2, 1), (3, 1000)]])
+def test_triton_looks_up_the_same(
+    n_tokens: int, n_used: int, n_expert: int, n_slots: int, shares: list[tuple[int, int]]
+) -> None:
+    wanted = Looks(n_expert, n_slots, shares)
+    state = empty_on_device(n_expert, n_slots)
+    who = torch.zeros(n_expert, dtype=torch.int32, device=DEVICE)
+    tally = torch.zeros(11, dtype=torch.int64, device=DEVICE)
+    for ids in steps(n_tokens, n_used, n_expert):
+        ref.OPS.look_up(ids, shares, wanted.who, wanted.tally, wanted.state)
+
+        expert_cache.look_up(ids.to(DEVICE), shares, who, tally, state)
+
+        assert torch.equal(who.cpu(), wanted.who)
+        assert tally.tolist() == wanted.tally.tolist()
+        for got, known in zip(state[1:], wanted.state[1:], strict=True):
+            assert torch.equal(got.cpu(), known)
+
+
+@pytest.mark.parametrize("n_slots", [1, 7, 30])
+def test_slots_are_never_shared_nor_lost(n_slots: int) -> None:
+    look = Looks(30, n_slots, SHARES)
+    for ids in steps(2, 4, 30):
+        before = look.held
+        look(*ids.flatten().tolist())
+        slots = [slot for slot in look.state.slot_of.tolist() if slot >= 0]
+        assert sorted(slots) == list(range(len(slots)))
+        assert len(before) <= len(slots) <= n_slots
+        assert not before & look.filled
+
+
+@pytest.mark.parametrize("type", [TensorType.Q8_0, TensorType.Q4_K])
+def test_triton_fills_the_slots_that_are_named_and_no_others(type: TensorType) -> None:
+    n_expert, n_slots, F, D = 7, 4, 256, 512
+    generator = torch.Generator().manual_seed(1)
+
+    def stack(rows: int, cols: int) -> QTensor:
+        n_bytes = n_expert * rows * type.row_bytes(cols)
+        raw = torch.randint(0, 256, (n_bytes,), generator=generator, dtype=torch.uint8)
+        raw = raw.pin_memory() if DEVICE.type == "cuda" else raw
+        return QTensor.from_bytes(raw, type, (n_expert, rows, cols))
+
+    source = ExpertWeights(stack(F, D), stack(F, D), stack(D, F))
+    state = empty_on_device(n_expert, n_slots)
+    for expert, slot in ((0, 2), (3, 0), (6, 3)):
+        state.fills[expert] = slot
+    n_bytes = n_slots * sum(part.data[0].numel() for part in source.parts) + 192
+    memory = torch.full((n_bytes,), 99, dtype=torch.uint8, device=DEVICE)
+
+    filled = spread.fill(source, state, memory, NO_VECTORS)
+
+    assert filled.slot_of is state.slot_of
+    for stack_, part in zip(filled.parts, source.parts, strict=True):
+        assert stack_.shape[0] == n_slots
+        assert torch.equal(stack_.data[[2, 0, 3]].cpu(), part.data[[0, 3, 6]])
+        assert torch.all(stack_.data[1] == 99)
