@@ -83,7 +83,8 @@ def test_of_what_is_missing_the_hottest_is_the_owners() -> None:
 
 
 def test_a_single_one_that_is_missing_is_the_owners_however_small_its_share() -> None:
-    assert Looks(8, 2, [(0, 1), (9, 100)])(4) == {4: 0}
+    for weight in (0, 1):
+        assert Looks(8, 2, [(0, weight), (9, 100)])(4) == {4: 0}
 
 
 def test_more_than_the_slots_hold_are_fetched_elsewhere() -> None:
@@ -121,7 +122,7 @@ def steps(n_tokens: int, n_used: int, n_expert: int) -> Iterator[torch.Tensor]:
     ("n_tokens", "n_used", "n_expert", "n_slots"),
     [(1, 8, 128, 20), (3, 4, 20, 12), (16, 8, 40, 9), (1, 1, 5, 1), (2, 4, 70, 70)],
 )
-@pytest.mark.parametrize("shares", [[(0, 1)], SHARES, [(2, 1), (3, 1000)]])
+@pytest.mark.parametrize("shares", [[(0, 1)], SHARES, [(2, 1), (3, 1000)], [(2, 0), (1, 2)]])
 def test_triton_looks_up_the_same(
     n_tokens: int, n_used: int, n_expert: int, n_slots: int, shares: list[tuple[int, int]]
 ) -> None:

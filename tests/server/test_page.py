@@ -76,7 +76,7 @@ def test_status_tells_the_plan_the_totals_and_a_watched_wave(served: Served) -> 
     assert status["model"]["bytes"] == sum(info.n_bytes for info in served.llm.source.tensors.values())
     assert [d["name"] for d in status["devices"]] == [*(b.name for b in placed.budgets[:-1]), "cpu"]
     for device, budget in zip(status["devices"], placed.budgets, strict=True):
-        kinds = ("weights_bytes", "kv_bytes", "compute_bytes", "staging_bytes")
+        kinds = ("weights_bytes", "kv_bytes", "compute_bytes", "staging_bytes", "cache_bytes")
         assert sum(device[kind] for kind in kinds) == budget.used_bytes
     grown = {key: status["requests"][key] - before["requests"][key] for key in before["requests"]}
     assert grown["served"] == 1

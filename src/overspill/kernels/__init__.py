@@ -211,7 +211,7 @@ class CacheState(NamedTuple):
 
 class LookUp(Protocol):
     """`Divide` where the owner, the first party, has experts in slots: they are its own. The others are shared out, the
-    hottest to the owner.
+    hottest, and one at least, to the owner.
 
     What the owner fetches replaces what is coldest and not named in this step; its slots are valid after `Fill`.
     """

@@ -34,6 +34,7 @@ def look_up(ids: torch.Tensor, shares: Shares, who: torch.Tensor, tally: torch.T
     who[hits] = shares[0][0]
     tally[0] += len(hits)
     cuts = [-(-b * len(missing) // PARTS_OF_ONE) for b in bounds(shares)]
+    cuts[1:] = [max(cut, min(1, len(missing))) for cut in cuts[1:]]
     for (party, _), first, last in zip(shares, cuts, cuts[1:], strict=False):
         who[missing[first:last]] = party
         tally[1 + party] += last - first

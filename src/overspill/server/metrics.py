@@ -97,12 +97,12 @@ class Metrics:
         yield _gauge("overspill:host_expert_bytes", "Bytes of experts in host RAM", c["host_expert_bytes"])
         yield _per_device("overspill:busy_ratio", "Share of the waves' time a device computed", c["busy"])
         yield _per_device("overspill:peak_bytes", "Most bytes a device held", c["peak_bytes"])
-        yield from _experts(c["experts"])
+        yield from metrics_of_experts(c["experts"])
         age_s = time.monotonic() - self._read_s
         yield _gauge("overspill:device_counters_age_seconds", "Since the devices' counters were read", age_s)
 
 
-def _experts(experts: Mapping[str, Any] | None) -> Families:
+def metrics_of_experts(experts: Mapping[str, Any] | None) -> Families:
     """Of decoding with experts in host RAM."""
     if experts is not None:
         hits, read = experts["hit_rates"], experts["read_bytes"]

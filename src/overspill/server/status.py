@@ -19,7 +19,7 @@ from overspill.server.host import Host
 from overspill.server.totals import Counts
 
 _FINENESS = 1500  # parts of a wave's time below which neighbours are drawn as one
-_MEMORY = ("weights_bytes", "kv_bytes", "compute_bytes", "staging_bytes", "free_bytes", "total_bytes")
+_MEMORY = ("weights_bytes", "kv_bytes", "compute_bytes", "staging_bytes", "cache_bytes", "free_bytes", "total_bytes")
 
 
 def status_dict(host: Host, counters: dict[str, Any], age_s: float) -> dict[str, Any]:

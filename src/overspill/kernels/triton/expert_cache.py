@@ -48,6 +48,8 @@ def _look_up(
     party = tl.full([BLOCK_E], -1, tl.int32)
     for i in tl.static_range(PARTIES):
         begins = (tl.load(table + i) * n_missing + ONE - 1) // ONE
+        if i > 0:
+            begins = tl.maximum(begins, 1)
         party = tl.where(is_missing & (place >= begins), tl.load(table + PARTIES + i), party)
     count_parties(party, table, tally, PARTIES)
     tl.store(tally, tl.load(tally) + n_hits)

@@ -3,8 +3,8 @@
 // Texts only ever enter the page as text, never as HTML.
 
 const $ = (id) => document.getElementById(id);
-const KINDS = ["weights", "kv", "compute", "staging", "free"];
-const KIND_NAMES = { weights: "weights", kv: "KV cache", compute: "compute", staging: "staging", free: "free" };
+const KINDS = ["weights", "kv", "compute", "staging", "cache", "free"];
+const KIND_NAMES = { weights: "weights", kv: "KV cache", compute: "compute", staging: "staging", cache: "experts kept", free: "free" };
 const WORK = ["attend", "experts", "widen", "upload", "hand_off", "output", "other"];
 const WORK_OF = { layers: "attend", hand_down: "hand_off", hand_up: "hand_off" };
 const SAVED = ["system", "temperature", "most", "think", "key"];
@@ -275,7 +275,7 @@ function rates(status, slots) {
 
 function deviceView(device, wave) {
   const box = make("div", undefined, "device");
-  const used = device.weights_bytes + device.kv_bytes + device.compute_bytes + device.staging_bytes;
+  const used = device.weights_bytes + device.kv_bytes + device.compute_bytes + device.staging_bytes + device.cache_bytes;
   const total = Math.max(device.total_bytes, used, 1);
   const parts = { ...device, free_bytes: total - used };
   const title = make("p");
