@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from overspill.cache.cells import CellType
 from overspill.device.base import Device, Devices
 from overspill.device.factory import open_devices
 from overspill.device.handoff import failing_pairs
@@ -18,7 +19,12 @@ from overspill.pipeline.memory import Precision
 from overspill.placement.machine import GPU_ISSUE_US, DeviceSpec, Machine
 from overspill.quant.qtensor import QTensor
 
-_CELLS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+_CELLS = {
+    CellType.F32: torch.float32,
+    CellType.F16: torch.float16,
+    CellType.BF16: torch.bfloat16,
+    CellType.Q8_0: torch.uint8,
+}
 _GPU = "cuda"
 _RESERVE_BYTES = 1 << 30
 _READ_BYTES = 96 << 20  # beyond the caches of most machines

@@ -88,7 +88,7 @@ class LLM:
         machine = machine_for(self.options, main_weight(self.source, specs))
         precision = precision_on(machine, self.options)
         shape = shape_for(machine, self.options, self.source, self.hparams, specs)
-        needs = needs_on(machine, self.hparams, specs)
+        needs = needs_on(machine, self.options, self.hparams, specs)
         self.plan = choose(shape, machine, self.options, needs)
         _tell_lower_context(self.options, self.plan.placement.n_ctx, self.hparams.n_ctx_train)
         done = _counter(progress, sum(self.source.tensors[spec.name].n_bytes for spec in specs))

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from overspill.cache.cells import CellType
 from overspill.errors import UserError
 from overspill.gguf.source import ModelSource
 from overspill.gguf.types import TensorType
@@ -58,14 +59,14 @@ def has_gpus(machine: Machine) -> bool:
     return any(not device.name.startswith(_MADE_OF_THREADS) for device in machine.devices)
 
 
-def cell_type(machine: Machine, options: Options) -> str:
+def cell_type(machine: Machine, options: Options) -> CellType:
     """Of keys and values in the cache: bf16 beside GPUs; elsewhere f32, or what the user says."""
     asked = options.cache_type_k
     if not has_gpus(machine):
-        return "f32" if asked == "auto" else asked
+        return CellType.F32 if asked == "auto" else CellType(asked)
     if asked not in ("auto", "bf16"):
         raise UserError(f"{flag_of('cache_type_k')} {asked}: kernels of GPUs read bf16; leave it out")
-    return "bf16"
+    return CellType.BF16
 
 
 def shape_for(
@@ -77,7 +78,7 @@ def shape_for(
         hparams,
         specs,
         source.tensors,
-        kv_value_bytes=4 if cell_type(machine, options) == "f32" else 2,
+        cells=cell_type(machine, options),
         widens_dense=widens_dense(machine, source, specs),
     )
 
@@ -88,10 +89,14 @@ def widens_dense(machine: Machine, source: ModelSource, specs: Sequence[TensorSp
     return has_gpus(machine) and n_bytes <= _DENSE_SHARE * sum(device.free_bytes for device in machine.devices)
 
 
-def needs_on(machine: Machine, hp: HParams, specs: Sequence[TensorSpec]) -> Callable[[int], KernelNeeds]:
+def needs_on(
+    machine: Machine, options: Options, hp: HParams, specs: Sequence[TensorSpec]
+) -> Callable[[int], KernelNeeds]:
     """What the accelerators' kernels take, by the size of a ubatch."""
     if not has_gpus(machine):
-        return lambda n_ubatch: NO_NEEDS
+        decoded = KernelNeeds(read_cell_bytes=max(hp.kv_shape(i).cell_bytes(CellType.F32) for i in range(hp.n_layer)))
+        needs = NO_NEEDS if cell_type(machine, options) is CellType.F32 else decoded
+        return lambda n_ubatch: needs
     n_heads_dim = hp.n_head * hp.head_dim
     experts = (hp.n_expert, hp.n_expert_used, hp.n_ff_exp if hp.n_expert else hp.n_ff)
     logits_bytes = 4 * N_LOGIT_ROWS * hp.n_vocab

@@ -84,3 +84,15 @@ def test_images_take_the_memory_that_is_planned_and_no_more() -> None:
     assert (counts.n_blocks, counts.n_blocks_total) == (3, 3)
     assert counts.n_saved == 11
     assert counts.n_dropped == 8
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[2]], ids=str)
+def test_cells_of_bytes_and_scales_are_restored_too(case: Case) -> None:
+    first, other, longer = prompts(case)
+    options = {"cache_type_k": "q8_0", "prefix_reuse": "whole-ubatches"}
+    with opened(case, "virtual:2", **options) as llm:
+        fresh = answer(llm, longer)
+    with opened(case, "virtual:2", cache_ram_mib=4, **options) as llm:
+        for ids in (first, other):
+            answer(llm, ids)
+        assert answer(llm, longer) == (96, fresh[1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from overspill.cache.cells import KvShape, Segment
+from overspill.cache.cells import CellType, KvShape, Segment
 from overspill.cache.kv import KvCache
 from overspill.kernels import ref
 from overspill.models.base import UbatchView
@@ -70,8 +70,9 @@ def test_chunks_of_two_sequences_in_one_ubatch() -> None:
 def test_a_latent_cache_is_one_tensor() -> None:
     shape = KvShape(1, 6, 4, has_values=False)
     assert shape.tensor_shapes(2, 5) == ((2, 1, 5, 6),)
-    assert shape.n_channels == 6
-    assert KvShape(3, 6, 4).n_channels == 30
+    assert shape.cell_bytes(CellType.F16) == 2 * 6
+    assert KvShape(3, 6, 4).cell_bytes(CellType.F32) == 4 * 30
+    assert KvShape(3, 64, 40).cell_bytes(CellType.Q8_0) == 3 * (64 + 2 * 2 + 40 + 2 * 2)
     (memory,) = (torch.full(dims, torch.nan) for dims in shape.tensor_shapes(2, 5))
     cache = KvCache.over(shape, [memory])
     k = torch.arange(18.0).view(3, 1, 6)

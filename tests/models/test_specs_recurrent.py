@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from overspill.cache.cells import KvShape
+from overspill.cache.cells import CellType, KvShape
 from overspill.errors import UserError
 from overspill.gguf import open_gguf
 from overspill.gguf.source import ModelSource
@@ -121,7 +121,7 @@ def test_what_hybrids_keep() -> None:
     assert [hp.kv_shape(i) for i in range(4)] == [state] * 3 + [KvShape(2, 32, 32)]
     assert [hp.rope_of(i) is None for i in range(4)] == [True] * 3 + [False]
     assert hp.has_states
-    shape = model_shape("qwen35", hp, specs, source_.tensors, kv_value_bytes=2)
+    shape = model_shape("qwen35", hp, specs, source_.tensors, cells=CellType.F16)
     assert shape.state_bytes == (4 * (3 * 256 + 4 * 32 * 32),) * 3 + (0,) + shape.state_bytes[4:]
     assert shape.kv_bytes_per_cell[:4] == (0, 0, 0, 2 * 2 * 64)
     assert not understand(original("qwen3moe")).hparams.has_states

@@ -10,6 +10,7 @@ import pytest
 
 from overspill.bench.shapes import SHAPES
 from overspill.bench.synth import synthetic
+from overspill.cache.cells import CellType
 from overspill.commands.plan import make_plan
 from overspill.models.check import understand
 from overspill.models.describe import model_shape
@@ -71,7 +72,7 @@ def test_parameters(name: str) -> None:
 
 def test_latent_attention_keeps_one_key_for_all_heads() -> None:
     _, hp, specs, source = understand(synthetic("deepseek-v3", quant="Q8_0"))
-    shape = model_shape("v3", hp, specs, source.tensors, kv_value_bytes=2)
+    shape = model_shape("v3", hp, specs, source.tensors, cells=CellType.F16)
     assert shape.kv_bytes_per_cell == (2 * N_LATENT_CHANNELS,) * 61
     assert shape.attention_flops == (2.0 * 128 * (N_LATENT_CHANNELS + 512),) * 61
 

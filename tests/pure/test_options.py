@@ -94,7 +94,7 @@ def test_frozen_and_keyword_only() -> None:
         ({"h2d_gbps": 0.0}, "--virtual-h2d-gbps"),
         ({"max_wave_ms": 0.0}, "--max-wave-ms"),
         ({"max_wave_ms": float("nan")}, "--max-wave-ms"),
-        ({"cache_type_k": "q8_0"}, "-ctk"),
+        ({"cache_type_k": "q4_0"}, "-ctk"),
         ({"cache_type_k": "f16", "cache_type_v": "bf16"}, "-ctv"),
         ({"prefix_reuse": "some"}, "--prefix-reuse"),
         ({"h2d_gbps": float("nan")}, "--virtual-h2d-gbps"),

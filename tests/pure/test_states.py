@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from overspill.cache.cells import KvShape, Segment, StateRows
+from overspill.cache.cells import CellType, KvShape, Segment, StateRows
 from overspill.cache.states import SlotStates, StateGuard
 from overspill.engine.request import Request, SamplingParams
 from overspill.engine.scheduler import Scheduler, output_slots
@@ -87,7 +87,7 @@ def test_shapes_of_a_state() -> None:
     shape = KvShape.of_state((3, 5), (2, 4, 4))
     assert shape.tensor_shapes(2, 100) == ()
     assert shape.state_shapes(6) == ((6, 3, 5), (6, 2, 4, 4))
-    assert (shape.n_channels, shape.n_state_values) == (0, 15 + 32)
+    assert (shape.cell_bytes(CellType.F32), shape.n_state_values) == (0, 15 + 32)
 
 
 def test_states_need_no_torch() -> None:

@@ -12,8 +12,31 @@ leaves (`cache.states` chooses them). A sequence that begins, at position 0, sta
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from math import prod
 from typing import NamedTuple
+
+Q8_GROUP = 32
+
+
+class CellType(StrEnum):
+    """How keys and values are stored. q8_0: see `cache.q8`."""
+
+    F32 = "f32"
+    F16 = "f16"
+    BF16 = "bf16"
+    Q8_0 = "q8_0"
+
+    def row_bytes(self, n_values: int) -> int:
+        """Bytes of so many values of one cell."""
+        if self is CellType.Q8_0:
+            return n_values + 2 * -(-n_values // Q8_GROUP)
+        return n_values * self.value_bytes
+
+    @property
+    def value_bytes(self) -> int:
+        """Of numbers that are stored one by one, as those of blocks are: q8_0 stands for float16 there."""
+        return 4 if self is CellType.F32 else 2
 
 
 class BlockShape(NamedTuple):
@@ -51,11 +74,11 @@ class KvShape(NamedTuple):
         """Numbers of one state."""
         return sum(map(prod, self.state))
 
-    @property
-    def n_channels(self) -> int:
-        """Numbers stored for each position, a block's rounded up."""
+    def cell_bytes(self, type: CellType) -> int:
+        """Bytes stored for each position, a block's rounded up."""
         n_of_blocks = sum(-(-block.dim // block.ratio) for block in self.blocks)
-        return self.n_heads * (self.key_dim + self.value_dim * self.has_values) + n_of_blocks
+        values_bytes = type.row_bytes(self.value_dim) if self.has_values else 0
+        return self.n_heads * (type.row_bytes(self.key_dim) + values_bytes) + n_of_blocks * type.value_bytes
 
     def tensor_shapes(self, n_slots: int, n_cells: int) -> tuple[tuple[int, int, int, int], ...]:
         """Shapes of the tensors to reserve for so many slots of so many cells: keys, values, blocks, as there are."""

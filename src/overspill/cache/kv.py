@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from overspill.cache import q8
 from overspill.cache.cells import KvShape, Segment
 
 
@@ -37,7 +38,14 @@ class KvCache:
         cells, blocks, state = tensors[:n_cells], tuple(tensors[n_cells:n_state]), tuple(tensors[n_state:])
         if shape.n_heads == 0:
             return cls(torch.empty(0), torch.empty(0), blocks, state)
+        if cells[0].dtype == torch.uint8:
+            return Q8Cache(cells[0], cells[-1], blocks, state, (shape.key_dim, shape.value_dim), shape.has_values)
         return cls(cells[0], cells[1] if shape.has_values else cells[0][..., : shape.value_dim], blocks, state)
+
+    @property
+    def has_plain_cells(self) -> bool:
+        """Whether cells hold numbers as they are, so that kernels may write them in place."""
+        return True
 
     def append(self, segment: Segment, k_TGA: torch.Tensor, v_TGB: torch.Tensor) -> None:
         """Write the keys and values of a segment's tokens into their cells."""
@@ -66,3 +74,31 @@ class KvCache:
         """Keys `[G, C', A]` and values of the positions from `first` to the segment's last."""
         cells = slice(first, segment.end_pos)
         return self.k[segment.slot, :, cells], self.v[segment.slot, :, cells]
+
+
+@dataclass(frozen=True, eq=False)
+class Q8Cache(KvCache):
+    """Cells of type q8_0: k and v are rows of `cache.q8`, and the same where the value is part of the key.
+
+    Who reads them gets them decoded, in memory of their own. dims: values of a key and of a value.
+    """
+
+    dims: tuple[int, int] = (0, 0)
+    has_values: bool = True
+
+    @property
+    def has_plain_cells(self) -> bool:
+        return False
+
+    def append(self, segment: Segment, k_TGA: torch.Tensor, v_TGB: torch.Tensor) -> None:
+        cells = slice(segment.first_pos, segment.end_pos)
+        self.k[segment.slot, :, cells] = q8.encode(k_TGA.transpose(0, 1))
+        if self.has_values:
+            self.v[segment.slot, :, cells] = q8.encode(v_TGB.transpose(0, 1))
+
+    def visible(self, segment: Segment, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        cells = slice(first, segment.end_pos)
+        keys = q8.decode(self.k[segment.slot, :, cells], self.dims[0])
+        if not self.has_values:
+            return keys, keys[..., : self.dims[1]]
+        return keys, q8.decode(self.v[segment.slot, :, cells], self.dims[1])

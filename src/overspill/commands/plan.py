@@ -43,7 +43,7 @@ def make_plan(source: ModelSource, machine: Path | None, options: Mapping[str, A
     else:
         target = Machine.from_json(machine).select(chosen.devices).capped(chosen.device_memory)
     shape = shape_for(target, chosen, source, hparams, specs)
-    plan = choose(shape, target, chosen, needs_on(target, hparams, specs))
+    plan = choose(shape, target, chosen, needs_on(target, chosen, hparams, specs))
     if machine is None and plan.n_spread_tokens:
         plan = _with_saved_rates(plan, chosen, expert_type(source, specs))
     decode = plan.predict(WaveShape((1,), sum(plan.reference.n_tokens)))

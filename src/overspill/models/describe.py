@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
+from overspill.cache.cells import CellType
 from overspill.gguf.tensors import TensorInfo
 from overspill.gguf.types import TensorType
 from overspill.models.specs.base import HParams, TensorSpec
@@ -17,13 +18,13 @@ def model_shape(
     specs: Sequence[TensorSpec],
     tensors: Mapping[str, TensorInfo],
     *,
-    kv_value_bytes: int = 4,
+    cells: CellType = CellType.F32,
     widens_dense: bool = False,
 ) -> ModelShape:
     """Sizes and costs of a model from the tensors it loads.
 
     A product of a `[N, K]` weight with one token takes 2 N K FLOP; of routed experts a token meets K of E.
-    kv_value_bytes: of a key or value in the cache. widens_dense: dense matrices are held in bfloat16. Attention is
+    cells: how keys and values are stored. widens_dense: dense matrices are held in bfloat16. Attention is
     priced as if every layer saw all keys, a token's change of a state as two products with it and two sums.
     """
     kv = [hp.kv_shape(i) for i in range(hp.n_layer)]
@@ -45,7 +46,7 @@ def model_shape(
         n_expert_used=hp.n_expert_used,
         n_ctx_train=hp.n_ctx_train,
         tensors=sized_tensors(sizes, n_layer=hp.n_layer),
-        kv_bytes_per_cell=tuple(shape.n_channels * kv_value_bytes for shape in kv),
+        kv_bytes_per_cell=tuple(shape.cell_bytes(cells) for shape in kv),
         state_bytes=tuple(shape.n_state_values * 4 for shape in kv),
         flops_per_token=tuple(flops),
         attention_flops=tuple(2.0 * hp.n_head * (shape.key_dim + shape.value_dim) for shape in kv),

@@ -158,7 +158,8 @@ class Transformer:
     ) -> PutHeads:
         """For products `[T, H * A]`, `[T, G * A]`, `[T, G * B]`: norms, rotation, and into the cache."""
         hp = self.hparams
-        if self.has_plain_heads and block.ops.prepare_heads is not None and self._ropes[i_layer] is not None:
+        has_op = block.ops.prepare_heads is not None and cache.has_plain_cells
+        if self.has_plain_heads and has_op and self._ropes[i_layer] is not None:
             return self._raw_heads(i_layer, block, qkv, cache, view)
         q, k, v = (
             x.view(len(x), -1, dim) for x, dim in zip(qkv, (hp.head_dim, hp.head_dim, hp.value_dim), strict=True)

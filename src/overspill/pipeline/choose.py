@@ -250,7 +250,9 @@ def _placed(
     )
     placement, layout = with_embedding(shape, machine, placement, layout_of(shape, machine, placement), kept)
     placement, layout = with_detours(machine, options, placement, layout)
-    placement = with_host_buffers(shape, placement, layout, needs, n_image_bytes=options.n_image_bytes)
+    placement = with_host_buffers(
+        shape, placement, layout, needs, n_parallel=options.n_parallel, n_image_bytes=options.n_image_bytes
+    )
     _check_host(placement, options)
     if not options.moe_cache_mib or not any(layout.slabs) or not _keeps(shape, options, placement, layout, needs):
         return placement, layout

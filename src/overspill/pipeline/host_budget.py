@@ -21,7 +21,13 @@ MIN_CHUNK_BYTES = 1 << 12
 
 
 def with_host_buffers(
-    shape: ModelShape, placement: Placement, layout: Layout, needs: KernelNeeds, *, n_image_bytes: int = 0
+    shape: ModelShape,
+    placement: Placement,
+    layout: Layout,
+    needs: KernelNeeds,
+    *,
+    n_parallel: int,
+    n_image_bytes: int,
 ) -> Placement:
     """The placement, its last budget with all that the host holds. n_image_bytes: for images of slots."""
     sizes = activation_bytes(
@@ -32,7 +38,8 @@ def with_host_buffers(
         normed_value_bytes=needs.normed_value_bytes,
     )
     positions = sizes.positions * sizes.n_slots
-    compute = sizes.total - positions * (layout.host not in layout.input_devices)
+    reads = needs.read_cell_bytes * (placement.n_ctx // n_parallel) * (layout.host in layout.layer_device)
+    compute = sizes.total - positions * (layout.host not in layout.input_devices) + reads
     pinned_ends = pinned_end_bytes(shape, sizes, placement.n_ubatch)
     tiles = len(detours(layout)) * N_TILES * min(layout.detour.tile_bytes, sizes.x)
     before = placement.budgets[-1]

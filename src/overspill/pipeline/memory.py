@@ -6,12 +6,13 @@ case is known to fit when loading ends.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
 
+from overspill.cache.cells import CellType, KvShape
 from overspill.device.base import Buffer, Devices, MemoryKind
 from overspill.models.base import HParams
 from overspill.pipeline.history import TokenHistory
@@ -50,7 +51,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Precision:
-    """Types of the buffers that kernels share: the normed input of experts, and keys and values."""
+    """Types of the buffers that kernels share: the normed input of experts, and keys and values (uint8: q8_0)."""
 
     normed: torch.dtype = torch.float32
     kv: torch.dtype = torch.float32
@@ -150,15 +151,26 @@ class Memory:
 
     def _add_kv(self, i_layer: int, i_device: int) -> None:
         kept, sizes = self._hp.kv_shape(i_layer), self.sizes
+        shapes = kept.tensor_shapes(sizes.n_slots, sizes.n_cells)
         cells = [
-            self._new(i_device, shape, self._precision.kv, MemoryKind.KV, f"cells{i}.{i_layer}")
-            for i, shape in enumerate(kept.tensor_shapes(sizes.n_slots, sizes.n_cells))
+            self._new(i_device, shape, dtype, MemoryKind.KV, f"cells{i}.{i_layer}")
+            for i, (shape, dtype) in enumerate(self._cells(kept, shapes))
         ]
         states = [
             self._new(i_device, shape, torch.float32, MemoryKind.KV, f"state{i}.{i_layer}")
             for i, shape in enumerate(kept.state_shapes(self.n_state_rows))
         ]
         self._buffers["kv", i_layer] = (*cells, *states)
+
+    def _cells(self, kept: KvShape, shapes: Sequence[tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and types of tensors of cells, then of blocks, which q8_0 has as float16."""
+        is_q8 = self._precision.kv == torch.uint8
+        n_cell_tensors = len(shapes) - len(kept.blocks)
+        for i, shape in enumerate(shapes):
+            if is_q8 and i < n_cell_tensors:
+                yield (*shape[:-1], CellType.Q8_0.row_bytes(shape[-1])), torch.uint8
+            else:
+                yield shape, torch.float16 if is_q8 else self._precision.kv
 
     def _add_spread(self, layout: Layout, n_tokens: int) -> None:
         """For experts of few tokens that several parties compute: who does what, and what each says."""

@@ -27,7 +27,8 @@ class KernelNeeds:
     the logits, on the device that computes them. resident_bytes: and of experts that may be resident. n_trials: rows of
     recurrent states beside those of sequences.
     n_spread_tokens: most tokens whose host experts several parties can compute; 0: none. spreads_alone: other
-    accelerators cannot take part, because they lack the experts' biases.
+    accelerators cannot take part, because they lack the experts' biases. read_cell_bytes: per cell of one sequence,
+    where attention reads keys and values that are decoded first, of one layer.
     """
 
     wide_value_bytes: int = 0
@@ -38,6 +39,7 @@ class KernelNeeds:
     n_trials: int = 0
     n_spread_tokens: int = 0
     spreads_alone: bool = False
+    read_cell_bytes: int = 0
 
 
 NO_NEEDS: Final = KernelNeeds()

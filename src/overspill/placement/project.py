@@ -26,7 +26,8 @@ class Demand:
     pinned: routed experts that do stay there. weights: all of these. kv_per_cell, state: cache bytes per context
     cell, and for all sequences together. capacity: bytes, the host last. n_cpu_moe: leading layers whose number of
     expert sets must be in host RAM, wherever. wide_expert_bytes: one expert dequantised, 0 where no kernel wants that.
-    resident_bytes: what kernels take where experts may be resident. is_host_mapped: host weights need not fit.
+    resident_bytes: what kernels take where experts may be resident. read_cell_bytes: see `KernelNeeds`; for cells of
+    one of `n_parallel` sequences. is_host_mapped: host weights need not fit.
     """
 
     fixed: tuple[int, ...]
@@ -47,6 +48,8 @@ class Demand:
     slab_bytes: int | None
     wide_expert_bytes: int
     resident_bytes: int
+    read_cell_bytes: int
+    n_parallel: int
     is_host_mapped: bool
 
     @property
@@ -108,7 +111,7 @@ class Projection:
 @dataclass(slots=True)
 class _Holding:
     """What computes on one device, added up while going over the layers once. `weights_bytes` leaves movable experts
-    out; `largest_bytes`: the most routed expert bytes that one layer may stage."""
+    out; `largest_bytes`: the most routed expert bytes that one layer may stage; `read_bytes`: decoded cells."""
 
     n_layers: int = 0
     weights_bytes: int = 0
@@ -117,6 +120,7 @@ class _Holding:
     pinned: list[int] = field(default_factory=list)
     movable_bytes: int = 0
     largest_bytes: int = 0
+    read_bytes: int = 0
 
 
 def project(
@@ -141,6 +145,7 @@ def _holdings(demand: Demand, layer_device: Sequence[int], n_ctx: int) -> list[_
     for layer, device in enumerate(layer_device):
         holding = holdings[device]
         holding.n_layers += 1
+        holding.read_bytes = demand.read_cell_bytes * (n_ctx // demand.n_parallel)
         holding.weights_bytes += own_bytes[device][layer]
         holding.kv_bytes += demand.kv_per_cell[layer] * n_ctx + demand.state[layer]
         movable, pinned = demand.movable[layer], demand.pinned[layer]
@@ -159,7 +164,7 @@ def _share(demand: Demand, holding: _Holding, device: int, has_output: bool, sla
     if not (holding.n_layers or has_output):
         return Share()
     weights = holding.weights_bytes + demand.output_bytes * has_output
-    compute = demand.activation_bytes + demand.logits_bytes * has_output
+    compute = demand.activation_bytes + demand.logits_bytes * has_output + holding.read_bytes
     compute += demand.resident_bytes * bool(holding.movable)
     room = demand.capacity[device] - weights - compute
     left = room - holding.kv_bytes
@@ -239,5 +244,5 @@ def _host_share(demand: Demand, holding: _Holding, shares: Sequence[Share], has_
     return Share(
         weights_bytes=own + holding.weights_bytes + sum(share.upload_bytes for share in shares),
         kv_bytes=holding.kv_bytes,
-        compute_bytes=demand.activation_bytes * is_computing + demand.logits_bytes * has_output,
+        compute_bytes=demand.activation_bytes * is_computing + demand.logits_bytes * has_output + holding.read_bytes,
     )
