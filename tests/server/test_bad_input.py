@@ -65,10 +65,12 @@ UNSERVED: list[tuple[str, Any]] = [
     ("samplers", ["nosuch"]),
     ("grammar_lazy", True),
     ("lora", [{"id": 0, "scale": 1}]),
+    ("n_indent", 2),
 ]
 UNSERVED_CHAT: list[tuple[str, Any]] = [
     ("tools", [{"type": "function", "function": {"name": "f"}}]),
-    ("continue_final_message", True),
+    ("reasoning_budget_tokens", 5),
+    ("functions", [{"name": "f"}]),
 ]
 WRONG_MESSAGES: list[Any] = [
     None, [], {}, "hi", [5], [{}], [{"content": "x"}], [{"role": 5, "content": "x"}],
@@ -132,8 +134,9 @@ def test_fields(served: Served, path: str) -> None:
 
 def test_fields_of_one_endpoint(served: Served) -> None:
     body = {"prompt": "a", "messages": [USER], "n_predict": 1}
-    for name, value in [("logprobs", -1), ("logprobs", True), ("echo", True), ("suffix", "x"), ("best_of", 2)]:
+    for name, value in [("logprobs", -1), ("logprobs", True), ("suffix", "x"), ("best_of", 2)]:
         assert_refused(served.post("/v1/completions", **body | {name: value}), name)
+    assert_refused(served.post("/v1/completions", **body, echo=True, logprobs=1), "echo")
     assert_refused(served.post("/v1/completions", **body, logprobs=513), "513")
     assert_refused(served.post("/completion", **body, n_probs=-1), "n_probs")
     for name, value in [("logprobs", 1), ("top_logprobs", 3), ("tools", "x"), ("chat_template_kwargs", 5)]:

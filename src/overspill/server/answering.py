@@ -28,7 +28,8 @@ async def answer(
     """The answer to a request for text, streamed or whole. Submits the job before anything is sent."""
     generation = Generation(host, job)
     if body.stream:
-        return EventResponse(_events(generation, form), ping_s=settings.ping_s, on_end=generation.close)
+        ping_s = body.sse_ping_interval if body.sse_ping_interval > 0 else settings.ping_s
+        return EventResponse(_events(generation, form), ping_s=ping_s, on_end=generation.close)
     try:
         return Json(form.whole(await unless_gone(request, generation.finish())))
     finally:

@@ -35,7 +35,7 @@ class _Pending(NamedTuple):
 
 class Answer:
     """index: its place among the choices. shown_ids: control tokens to be seen. has_probs: logprobs are told as
-    probabilities. Feed it until `done` is set."""
+    probabilities. is_late: it was ended because of the time it took. Feed it until `done` is set."""
 
     def __init__(
         self,
@@ -53,6 +53,7 @@ class Answer:
         self.token_ids: list[int] = []
         self.logprobs: list[dict[str, Any]] = []
         self.done: DoneEvent | None = None
+        self.is_late = False
         self.has_logprobs = has_logprobs
         self._has_probs = has_probs
         self._tokenizer = tokenizer
@@ -78,9 +79,14 @@ class Answer:
         return self.stopped_by is not None
 
     @property
+    def is_over(self) -> bool:
+        """Nothing more is taken, whatever the engine has done meanwhile."""
+        return self.is_stopped or self.is_late
+
+    @property
     def is_limited(self) -> bool:
-        """Ended by a limit, of tokens or of the context."""
-        return not self.is_stopped and self.done is not None and self.done.reason == "length"
+        """Ended by a limit, of tokens, of the context or of time."""
+        return not self.is_stopped and self.done is not None and (self.is_late or self.done.reason == "length")
 
     def push(self, event: TokenEvent) -> Piece:
         """Take a token; nothing is taken after a stop string."""

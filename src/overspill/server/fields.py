@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from overspill.server.errors import ApiError
 from overspill.text.breakers import DEFAULT_BREAKERS
@@ -79,7 +79,7 @@ class SamplingFields(Body):
     n_predict: Whole | None = Field(None, ge=-1)
     max_completion_tokens: Whole | None = Field(None, ge=-1)
     max_tokens: Whole | None = Field(None, ge=-1)
-    n: Whole = Field(1, ge=1)
+    n: Whole = Field(1, ge=1, validation_alias=AliasChoices("n", "n_cmpl"))
     stop: Texts = []
     ignore_eos: Flag = False
     temperature: NotNegative = 0.8
@@ -113,14 +113,14 @@ class SamplingFields(Body):
     return_progress: Flag = False
     return_tokens: Flag = False
     post_sampling_probs: Flag = False
+    t_max_predict_ms: Number = -1
+    sse_ping_interval: Number = -1
     grammar: str = ""
     json_schema: Any = None
 
     # Known, and refused where they would change the answer.
     grammar_lazy: Flag = False
-    t_max_predict_ms: Number = -1
     n_indent: Whole = 0
-    response_fields: list[str] = []
     lora: list[Any] = []
 
     @property
@@ -139,11 +139,13 @@ class NativeBody(SamplingFields):
     """POST /completion."""
 
     prompt: Any
+    response_fields: list[str] = []
     n_probs: Whole = Field(0, ge=0)
 
 
 class TextBody(SamplingFields):
-    """POST /v1/completions. logprobs: how many of the likeliest tokens to list, 0 for only the one chosen."""
+    """POST /v1/completions. logprobs: how many of the likeliest tokens to list, 0 for only the one chosen. echo: the
+    answer begins with the prompt."""
 
     prompt: Any
     logprobs: Whole | None = Field(None, ge=0)
@@ -153,7 +155,10 @@ class TextBody(SamplingFields):
 
 
 class ChatBody(SamplingFields):
-    """POST /v1/chat/completions, /apply-template."""
+    """POST /v1/chat/completions, /apply-template.
+
+    continue_final_message: the last message is the beginning of the answer. reasoning_budget_tokens: see `thinks`.
+    """
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     logprobs: Flag = False
@@ -168,6 +173,14 @@ class ChatBody(SamplingFields):
     reasoning_effort: str | None = None
     add_generation_prompt: Flag = True
     continue_final_message: Flag = False
+    reasoning_budget_tokens: Whole = Field(
+        -1, ge=-1, validation_alias=AliasChoices("reasoning_budget_tokens", "thinking_budget_tokens")
+    )
+
+    @property
+    def thinks(self) -> bool:
+        """False where the request wants no thoughts."""
+        return self.reasoning_effort != "none" and self.reasoning_budget_tokens != 0
 
     @property
     def offered_tools(self) -> list[dict[str, Any]]:

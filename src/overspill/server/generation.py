@@ -31,7 +31,8 @@ StartConstraint = Callable[[], Constraint]
 class Job:
     """What to generate: n answers to each prompt. shown_ids: control tokens that are part of the text.
 
-    start_constraint: makes what each answer is held to. slot, reuses_cells: see the engine's `Request`.
+    start_constraint: makes what each answer is held to. slot, reuses_cells: see the engine's `Request`. most_ms: after
+    its first token, an answer that has a line ends; None: it goes on.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -43,6 +44,7 @@ class Job:
     start_constraint: StartConstraint | None = None
     slot: int | None = None
     reuses_cells: bool = True
+    most_ms: float | None = None
 
 
 class Progress(NamedTuple):
@@ -72,6 +74,8 @@ class Generation:
         self._started_s = time.monotonic()
         self._ids: list[str] = []
         self._ended: set[int] = set()
+        self._most_ms = job.most_ms
+        self._first_s: dict[int, float] = {}
         _check_size(job, self._llm.sizes.n_slots)
         for ids in job.prompts:
             if len(ids) >= self._llm.sizes.n_cells:
@@ -132,7 +136,7 @@ class Generation:
         """On a thread of its own: from the engine's stream to the event loop's queue."""
         for event in stream:
             if isinstance(event, DoneEvent):
-                self._host.note_end(self._llm, event, is_stopped=answer.is_stopped)
+                self._host.note_end(self._llm, event, is_stopped=answer.is_over)
             try:
                 self._loop.call_soon_threadsafe(self._events.put_nowait, (answer.index, event))
             except RuntimeError:  # the event loop is gone, and with it everybody who would listen
@@ -141,7 +145,7 @@ class Generation:
     def _take(self, answer: Answer, event: Event) -> Update | None:
         match event:
             case TokenEvent():
-                if answer.is_stopped:
+                if answer.is_over:
                     return None
                 return Update(answer, self._push(answer, event))
             case ProgressEvent():
@@ -149,14 +153,20 @@ class Generation:
                 return Update(answer, Progress(event.n_total, event.n_cached, event.n_done, elapsed_ms))
             case DoneEvent():
                 self._ended.add(answer.index)
-                _check_end(event, is_stopped=answer.is_stopped)
+                _check_end(event, is_stopped=answer.is_over)
                 return Update(answer, answer.finish(event))
 
     def _push(self, answer: Answer, event: TokenEvent) -> Piece:
         piece = answer.push(event)
-        if answer.is_stopped:
+        took_ms = self._ms_since_first(answer.index)
+        answer.is_late = self._most_ms is not None and took_ms > self._most_ms and "\n" in answer.text
+        if answer.is_over:
             self._llm.cancel(event.request_id)
         return piece
+
+    def _ms_since_first(self, index: int) -> float:
+        now_s = time.monotonic()
+        return 1e3 * (now_s - self._first_s.setdefault(index, now_s))
 
 
 def _params(job: Job, index: int) -> SamplingParams:

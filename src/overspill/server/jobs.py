@@ -31,7 +31,11 @@ def chat_job(host: Host, body: ChatBody) -> tuple[Job, Callable[[], Reader]]:
     refuse_unserved(host, body)
     tokenizer, is_raw = host.llm.tokenizer, body.reasoning_format == "none"
     segments = chat_segments(tokenizer, host.template, body)
-    prompt = "".join(segment.text for segment in segments)
+    prompt = "".join(segment.text for segment in (segments[:-1] if body.continue_final_message else segments))
+    if body.continue_final_message and host.dialect.ends_thoughts(prompt) is not None:
+        raise ApiError(
+            400, "Field 'continue_final_message': answers of this model begin with thoughts; turn them off, if it can"
+        )
     job = _job(host, body, [tokenizer.encode_marked(segments)], chat_probs(body))
     start = _start_of_chat(host, body, prompt)
     make_reader = partial(host.dialect.reader, prompt, tools=body.offered_tools, is_raw=is_raw)
@@ -70,4 +74,5 @@ def _job(host: Host, body: SamplingFields, prompts: list[list[int]], n_probs: in
         has_logprobs=n_probs is not None,
         slot=None if body.id_slot < 0 else body.id_slot,
         reuses_cells=body.cache_prompt,
+        most_ms=body.t_max_predict_ms if body.t_max_predict_ms > 0 else None,
     )

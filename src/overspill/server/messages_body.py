@@ -44,6 +44,7 @@ def chat_body(body: MessagesBody, defaults: Mapping[str, Any]) -> ChatBody:
     ApiError 400 for content of a kind that is not served.
     """
     values: dict[str, Any] = {
+        "continue_final_message": _is_begun(body.messages),
         "messages": [*_system(body.system), *(m for message in body.messages for m in _messages(message))],
         "max_tokens": body.max_tokens,
         "stop": body.stop_sequences,
@@ -57,6 +58,14 @@ def chat_body(body: MessagesBody, defaults: Mapping[str, Any]) -> ChatBody:
     }
     given = {key: value for key, value in values.items() if value is not None}
     return parse_body(ChatBody, with_defaults(ChatBody, given, defaults))
+
+
+def _is_begun(messages: list[MessageIn]) -> bool:
+    """Whether the last message is the beginning of the answer: an assistant's, of text alone."""
+    last = messages[-1]
+    if len(messages) < 2 or last.role != "assistant" or not last.content:
+        return False
+    return isinstance(last.content, str) or all(block.get("type") == "text" for block in last.content)
 
 
 def _tool_choice(choice: Block) -> str | Block:

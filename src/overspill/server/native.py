@@ -38,13 +38,13 @@ class NativeFormat(UnnamedEvents):
         told: dict[str, Any] = {"content": "", "tokens": []}
         if answer.has_logprobs:
             told["completion_probabilities"] = []
-        return [*held_back, self._result(answer) | told]
+        return [*held_back, chosen(self._result(answer) | told, self._body.response_fields)]
 
     def closing(self, answers: Sequence[Answer]) -> list[dict[str, Any]]:
         return []
 
     def whole(self, answers: Sequence[Answer]) -> Any:
-        results = [self._result(answer) for answer in answers]
+        results = [chosen(self._result(answer), self._body.response_fields) for answer in answers]
         return results[0] if len(results) == 1 else results
 
     def _partial(self, answer: Answer, piece: Piece) -> dict[str, Any]:
@@ -91,6 +91,20 @@ class NativeFormat(UnnamedEvents):
         """What drew the answer, so that it can be drawn again."""
         assert answer.done is not None
         return RANDOM_SEED if answer.done.seed is None else answer.done.seed
+
+
+def chosen(result: dict[str, Any], paths: Sequence[str]) -> dict[str, Any]:
+    """The fields that `response_fields` names, all if it names none; `a/b` is b of a, under its own name."""
+    if not paths:
+        return result
+    found: dict[str, Any] = {}
+    for path in paths:
+        value: Any = result
+        for name in path.split("/"):
+            value = value.get(name) if isinstance(value, dict) else None
+        if value is not None:
+            found[path.rsplit("/", 1)[-1]] = value
+    return found
 
 
 def settings_dict(params: SamplingParams, stop: Sequence[str] = ()) -> dict[str, Any]:

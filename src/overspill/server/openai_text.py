@@ -18,6 +18,7 @@ from overspill.server.formats import (
     usage_of,
 )
 from overspill.server.generation import Job, Progress
+from overspill.text.tokenizer import Tokenizer
 
 
 class TextFormat(UnnamedEvents):
@@ -25,8 +26,10 @@ class TextFormat(UnnamedEvents):
 
     marks_end = True
 
-    def __init__(self, body: TextBody, job: Job, model: str) -> None:
+    def __init__(self, body: TextBody, job: Job, tokenizer: Tokenizer, model: str) -> None:
         self._body = body
+        self._tokenizer = tokenizer
+        self._echoed: set[int] = set()
         self._n = job.n
         self._head = {
             "id": new_id("cmpl-"),
@@ -42,6 +45,9 @@ class TextFormat(UnnamedEvents):
         return [self._chunk(answer, Piece("", [], []), None) | {"prompt_progress": progress_dict(progress)}]
 
     def piece(self, answer: Answer, piece: Piece) -> list[dict[str, Any]]:
+        if self._body.echo and answer.index not in self._echoed:
+            self._echoed.add(answer.index)
+            piece = piece._replace(text=self._prompt(answer) + piece.text)
         return [self._chunk(answer, piece, None)] if piece.text or piece.logprobs else []
 
     def end(self, answer: Answer, piece: Piece) -> list[dict[str, Any]]:
@@ -56,10 +62,15 @@ class TextFormat(UnnamedEvents):
 
     def whole(self, answers: Sequence[Answer]) -> Any:
         choices = [
-            _choice(answer, answer.text, answer.logprobs, finish_reason(answer), is_whole=True) for answer in answers
+            _choice(answer, self._prompt(answer) + answer.text, answer.logprobs, finish_reason(answer), is_whole=True)
+            for answer in answers
         ]
         usage = {"usage": usage_of(answers, self._n), "timings": timings_of(answers)}
         return self._head | {"choices": choices} | usage
+
+    def _prompt(self, answer: Answer) -> str:
+        """What comes before the answer, where the request wants it again."""
+        return self._tokenizer.decode(answer.prompt_ids) if self._body.echo else ""
 
     def _chunk(self, answer: Answer, piece: Piece, reason: str | None) -> dict[str, Any]:
         return self._head | {"choices": [_choice(answer, piece.text, piece.logprobs, reason)]}

@@ -61,9 +61,7 @@ def unserved_fields(body: SamplingFields) -> Iterator[str]:
     """Fields whose values ask for what this server does not do."""
     asked = {
         "grammar_lazy": body.grammar_lazy,
-        "t_max_predict_ms": body.t_max_predict_ms > 0,
         "n_indent": body.n_indent > 0,
-        "response_fields": bool(body.response_fields),
         "lora": bool(body.lora),
     }
     yield from (field for field, is_asked in asked.items() if is_asked)
@@ -74,14 +72,18 @@ def unserved_fields(body: SamplingFields) -> Iterator[str]:
 
 
 def _unserved_of_text(body: TextBody) -> Iterator[str]:
-    asked = {"echo": body.echo, "best_of": body.best_of > body.n, "suffix": body.suffix != ""}
+    asked = {
+        "echo": body.echo and body.logprobs is not None,
+        "best_of": body.best_of > body.n,
+        "suffix": body.suffix != "",
+    }
     yield from (field for field, is_asked in asked.items() if is_asked)
 
 
 def _unserved_of_chat(body: ChatBody) -> Iterator[str]:
     asked = {
         "functions": bool(body.functions),
-        "continue_final_message": body.continue_final_message,
+        "reasoning_budget_tokens": body.reasoning_budget_tokens > 0,
     }
     yield from (field for field, is_asked in asked.items() if is_asked)
 

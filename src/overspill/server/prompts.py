@@ -27,19 +27,39 @@ def prompts_of(tokenizer: Tokenizer, prompt: Any) -> list[list[int]]:
 
 
 def chat_segments(tokenizer: Tokenizer, template: ChatTemplate, body: ChatBody) -> list[Segment]:
-    """A conversation as the model's template writes it, its markup told from what clients wrote."""
+    """A conversation as the model's template writes it, its markup told from what clients wrote.
+
+    The last segment is the beginning of the answer where the request has one.
+    """
     variables = dict(body.chat_template_kwargs)
-    if body.reasoning_effort == "none":
+    if not body.thinks:
         variables.setdefault("enable_thinking", False)
     elif body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
-    return template.render_marked(
-        body.messages,
+    begun = [Segment(_begun(body), is_markup=False)] if body.continue_final_message else []
+    segments = template.render_marked(
+        body.messages[: len(body.messages) - len(begun)],
         special_texts=tokenizer.special_texts,
         tools=body.offered_tools or None,
-        add_generation_prompt=body.add_generation_prompt,
+        add_generation_prompt=bool(begun) or body.add_generation_prompt,
         template_kwargs=variables,
     )
+    return [*segments, *begun]
+
+
+def _begun(body: ChatBody) -> str:
+    """The beginning of the answer: the text of the last message."""
+    last = body.messages[-1]
+    content = last.get("content")
+    if len(body.messages) < 2 or last.get("role") != "assistant" or last.get("tool_calls"):
+        raise ApiError(
+            400, "Field 'continue_final_message': the last of several messages has to be an assistant's text"
+        )
+    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str) or not content:
+        raise ApiError(400, "Field 'continue_final_message': the last message has no text to go on from")
+    return content
 
 
 def mixed_ids(

@@ -87,7 +87,7 @@ async def text_completion(
 ) -> Response:
     """Continue prompts, in OpenAI's format."""
     job = await asyncio.to_thread(prompt_job, host, body, body.prompt, body.logprobs)
-    return await answer(request, host, settings, body, job, TextFormat(body, job, host.name))
+    return await answer(request, host, settings, body, job, TextFormat(body, job, host.llm.tokenizer, host.name))
 
 
 @router.post("/v1/chat/completions", openapi_extra=described(ChatBody))
