@@ -144,3 +144,18 @@ def test_add_matmul(n_tokens):
     assert torch.equal(cpu.add_linear(y, x, weight), out)
     with pytest.raises(ValueError, match="output"):
         fast.add_matmul(out[:, 1:], x, weight)
+
+
+@pytest.mark.parametrize("type", [t for t in TensorType if fast.has_kernel(t)], ids=lambda t: t.name)
+def test_rows_of_a_matrix_have_the_bits_of_the_reference(type):
+    weight = random_weight(type, (50, 768 if type.block.n_elements > 1 else 777))
+    ids = torch.tensor([3, 49, 0, 3], dtype=torch.int32)
+    assert torch.equal(fast.rows_of(weight, ids), ref.embed(weight, ids))
+
+
+def test_rows_that_are_not_there_are_refused():
+    weight = random_weight(TensorType.Q8_0, (5, 32))
+    for wrong in (5, -1):
+        with pytest.raises(IndexError, match="0 to 4"):
+            fast.rows_of(weight, torch.tensor([0, wrong]))
+    assert fast.rows_of(weight, torch.tensor([], dtype=torch.int64)).shape == (0, 32)

@@ -49,6 +49,11 @@ def _has_kernel(type: TensorType) -> bool:
     return found
 
 
+def embed(weight: QTensor, ids: torch.Tensor) -> torch.Tensor:
+    """Rows of a weight."""
+    return fast.rows_of(weight, ids) if _has_kernel(weight.type) else ref.embed(weight, ids)
+
+
 def linear(x: torch.Tensor, weight: QTensor) -> torch.Tensor:
     """x W^T."""
     return fast.matmul(x, weight) if _has_kernel(weight.type) else ref.linear(x, weight)
@@ -209,7 +214,7 @@ def prepare_experts(
 
 
 OPS = Ops(
-    embed=ref.embed,
+    embed=embed,
     linear=linear,
     linear_heads=ref.linear_heads,
     rms_norm=rms_norm,

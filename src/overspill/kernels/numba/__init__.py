@@ -15,6 +15,7 @@ from overspill.kernels.numba.attend import attend_few
 from overspill.kernels.numba.crew import use_threads, use_threads_by_default
 from overspill.kernels.numba.decode import DECODERS
 from overspill.kernels.numba.experts import PreparedExperts, TokenExperts, experts
+from overspill.kernels.numba.lookup import rows_of
 from overspill.kernels.numba.matmul import add_matmul, matmul, matmuls
 from overspill.kernels.numba.one_token import TokenAttention, TokenRouter
 from overspill.kernels.numba.pick import pick_experts
@@ -36,6 +37,7 @@ __all__ = [
     "norm_rows",
     "pick_experts",
     "prepare_heads",
+    "rows_of",
     "use_threads",
     "use_threads_by_default",
 ]
