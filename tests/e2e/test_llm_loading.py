@@ -18,7 +18,7 @@ from overspill.device import factory
 from overspill.device.virtual import VirtualHost
 from overspill.errors import UserError
 from overspill.llm import LLM
-from overspill.pipeline import arena
+from overspill.pipeline import arena, weights
 from overspill.pipeline.reading import LoadMode
 from tests.helpers.plain import DATA
 
@@ -52,6 +52,22 @@ def test_what_stays_in_the_file_is_read_ahead_unless_it_is_locked(mode: LoadMode
         assert sum(len(view) for view in views) == (llm.residence.mapped_bytes if mode is LoadMode.AUTO else 0)
         assert budget > 0
         assert llm.residence.locked_bytes == 0 or mode is LoadMode.MLOCK
+
+
+def test_auto_moves_what_fills_huge_pages_while_half_of_the_free_memory_is_left(
+    wanted: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(MODEL, **OPTIONS, load_mode="mmap") as llm:
+        mapped_bytes, copied_bytes = llm.residence.mapped_bytes, llm.residence.copied_bytes
+    monkeypatch.setattr(weights, "HUGE_PAGE_BYTES", 1)
+    with LLM(MODEL, **OPTIONS) as llm:
+        assert torch.equal(llm.logits(IDS), wanted)
+        assert llm.residence.mapped_bytes == 0
+        assert llm.residence.copied_bytes == copied_bytes + mapped_bytes
+    monkeypatch.setattr(weights, "reserve_bytes", lambda total_bytes: total_bytes)
+    with LLM(MODEL, **OPTIONS) as llm:
+        assert torch.equal(llm.logits(IDS), wanted)
+        assert llm.residence.mapped_bytes == mapped_bytes
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -153,8 +153,6 @@ def test_a_file_that_is_gone(source: OneFile) -> None:
 def test_modes() -> None:
     assert {mode.value for mode in LoadMode if mode.is_mapped} == {"auto", "mmap", "mlock", "mmap+mlock"}
     assert {mode.value for mode in LoadMode if mode.is_locked} == {"mlock", "mmap+mlock"}
-    assert LoadMode.AUTO.chosen is LoadMode.MMAP
-    assert LoadMode.DIO.chosen is LoadMode.DIO
 
 
 @pytest.mark.parametrize("name", ["qwen3moe", "mixtral"])

@@ -159,4 +159,4 @@ def test_more_than_is_free_is_not_locked(
 def test_residence_says_what_there_is() -> None:
     mib = 1 << 20
     shown = str(Residence(LoadMode.AUTO, 5 * mib, 1536 * mib, 0, mib // 2, 0, 0))
-    assert shown == "load mode mmap: 5.0 MiB on devices, 1,536.0 MiB pinned, 0.5 MiB mapped for the CPU"
+    assert shown == "load mode auto: 5.0 MiB on devices, 1,536.0 MiB pinned, 0.5 MiB mapped for the CPU"

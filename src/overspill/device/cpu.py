@@ -22,7 +22,7 @@ from overspill.device.memory import Ledger, capped_space, host_space, size_in_by
 from overspill.device.worker import WorkerStream
 from overspill.errors import OutOfMemory
 
-_HUGE_PAGE_BYTES = 2 << 20
+HUGE_PAGE_BYTES = 2 << 20
 
 
 class InlineEvent(Event):
@@ -77,7 +77,7 @@ class InlineStream(HostMemoryStream):
 
 def anonymous_memory(n_bytes: int) -> torch.Tensor:
     """uint8 [n_bytes], in huge pages where it is large enough and the kernel has them. `OutOfMemory`."""
-    if n_bytes < _HUGE_PAGE_BYTES:
+    if n_bytes < HUGE_PAGE_BYTES:
         return new_memory((n_bytes,), torch.uint8)
     try:
         area = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

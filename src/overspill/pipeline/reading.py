@@ -42,8 +42,9 @@ _log = logging.getLogger(__name__)
 class LoadMode(StrEnum):
     """How weights get into host memory (`-lm`). Experts of accelerators end up pinned in every mode.
 
-    auto, mmap: what the CPU computes with stays in the mapped file. mlock, mmap+mlock: that, and locked in memory.
-    none: it is read into memory of its own. dio: the same, past the page cache.
+    mmap: what the CPU computes with stays in the mapped file. auto: the same, except for what is read into huge pages
+    (see `weights`). mlock, mmap+mlock: mmap, and locked in memory. none: it is read into memory of its own. dio: the
+    same, past the page cache.
     """
 
     AUTO = "auto"
@@ -60,11 +61,6 @@ class LoadMode(StrEnum):
     @property
     def is_locked(self) -> bool:
         return self in (LoadMode.MLOCK, LoadMode.MMAP_MLOCK)
-
-    @property
-    def chosen(self) -> LoadMode:
-        """The mode that `auto` stands for, or itself."""
-        return LoadMode.MMAP if self is LoadMode.AUTO else self
 
 
 class TensorReader:

@@ -55,7 +55,7 @@ class Residence:
             "locked": self.locked_bytes,
         }
         shown = ", ".join(f"{n_bytes / _MIB:,.1f} MiB {what}" for what, n_bytes in amounts.items() if n_bytes)
-        return f"load mode {self.mode.chosen}: {shown}"
+        return f"load mode {self.mode}: {shown}"
 
 
 def reserve_bytes(total_bytes: int) -> int:

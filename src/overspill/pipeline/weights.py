@@ -2,18 +2,21 @@
 
 Weights of a device are read into a small pinned ring and go up from there; experts whose home is the host but whose
 layer computes on an accelerator go into the arena, from where slabs are uploaded; what the CPU itself computes with
-stays where the file is mapped, or is read into memory of its own, as the load mode says.
+stays where the file is mapped, or is read into memory of its own, as the load mode says: `auto` reads what fills huge
+pages into such, where the CPU finds it with fewer looks at page tables, as long as half of the free memory is left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 
 import torch
 
 from overspill.device.base import Buffer, Device, Devices, Event, MemoryKind
+from overspill.device.cpu import HUGE_PAGE_BYTES
 from overspill.device.lane import Lane
 from overspill.gguf.source import ModelSource
 from overspill.gguf.tensors import TensorInfo
@@ -36,6 +39,7 @@ from overspill.quant.experts import ExpertVectors
 from overspill.quant.qtensor import QTensor
 
 _RING_BYTES = LOAD_CHUNK_BYTES
+_PART_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +81,9 @@ def load(
     by_layer, top = _by_layer(specs, hp.n_layer)
     shared = [spec for name, spec in top.items() if name.startswith("rope_")]
     with TensorReader(source, is_direct=mode is LoadMode.DIO) as reader:
-        loader = _Loader(source, reader, devices, ops_of, progress, mode=mode, widens_dense=widens_dense)
+        loader = _Loader(
+            source, reader, devices, ops_of, progress, mode=mode, n_threads=n_threads, widens_dense=widens_dense
+        )
         blocks: list[Block] = []
         staged: dict[int, list[str]] = {}
         vectors: dict[int, ExpertVectors] = {}
@@ -158,6 +164,7 @@ class _Loader:
         progress: Callable[[int], None],
         *,
         mode: LoadMode,
+        n_threads: int,
         widens_dense: bool,
     ) -> None:
         self._source = source
@@ -166,11 +173,13 @@ class _Loader:
         self._ops_of = ops_of
         self._progress = progress
         self._mode = mode
+        self._n_threads = n_threads
         self._widens_dense = widens_dense
         self._ring: LoadRing | None = None
         self._mapped: dict[str, Bytes] = {}
         self._n_copied_bytes = 0
         self._n_device_bytes = 0
+        self._huge_bytes = self.budget_bytes // 2 if mode is LoadMode.AUTO else 0
 
     @property
     def budget_bytes(self) -> int:
@@ -240,7 +249,7 @@ class _Loader:
         if role_of(info.name)[0] is Role.LOOKUP:
             return tensor_over(read_at_random(self._source.bytes_of(info.name)))
         is_in_file = self._source.file_range(info.name) is not None
-        if self._mode.is_mapped or not is_in_file:
+        if not is_in_file or (self._mode.is_mapped and not self._takes_huge_pages(info.n_bytes)):
             view = self._source.bytes_of(info.name)
             if is_in_file:
                 self._mapped[info.name] = view
@@ -249,8 +258,20 @@ class _Loader:
             return tensor_over(view)
         target = self._devices.host.allocate((info.n_bytes,), torch.uint8, kind=MemoryKind.WEIGHTS, name=info.name)
         self._n_copied_bytes += info.n_bytes
-        self._reader.open(info.name)(0, target.host_tensor)
+        self._read_in_parts(self._reader.open(info.name), target.host_tensor)
         return target.host_tensor
+
+    def _takes_huge_pages(self, n_bytes: int) -> bool:
+        """In mode `auto`: whether a tensor moves there; if so, it is counted."""
+        if not HUGE_PAGE_BYTES <= n_bytes <= self._huge_bytes:
+            return False
+        self._huge_bytes -= n_bytes
+        return True
+
+    def _read_in_parts(self, read: ReadInto, target: torch.Tensor) -> None:
+        firsts = range(0, target.numel(), _PART_BYTES)
+        with ThreadPoolExecutor(self._n_threads) as pool:
+            list(pool.map(lambda first: read(first, target[first : first + _PART_BYTES]), firsts))
 
     def _plain(self, device: Device, info: TensorInfo, plain: Callable[[QTensor, QTensor], None]) -> QTensor:
         """A matrix in bfloat16; its blocks are on the device only for as long as it takes."""
