@@ -10,29 +10,37 @@ import torch
 from tests.helpers.triton_device import DEVICE
 
 from overspill.gguf.types import TensorType
+from overspill.kernels import ref as plain
 from overspill.kernels import spread as ref
+from overspill.kernels.triton.moe import MoeOp
 from overspill.kernels.triton.spread import divide, fetch
-from overspill.quant.experts import NO_VECTORS, ExpertWeights
+from overspill.kernels.triton.workspace import Workspace
+from overspill.quant.experts import NO_VECTORS, Activation, ExpertWeights
 from overspill.quant.qtensor import QTensor
+from tests.kernels.weights import random_weight
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 @pytest.mark.parametrize(("n_tokens", "n_used", "n_expert"), [(1, 8, 128), (3, 4, 20), (16, 8, 40), (1, 1, 5)])
+@pytest.mark.parametrize("n_slices", [1, 2])
 @pytest.mark.parametrize("shares", [[(0, 1)], [(1, 46), (0, 46), (2, 50)], [(2, 1), (3, 1000)]])
 def test_the_same_experts_go_to_the_same_parties(
-    n_tokens: int, n_used: int, n_expert: int, shares: list[tuple[int, int]]
+    n_tokens: int, n_used: int, n_expert: int, shares: list[tuple[int, int]], n_slices: int
 ) -> None:
     generator = np.random.default_rng(n_expert)
     rows = [generator.permutation(n_expert)[:n_used] for _ in range(n_tokens)]
     ids = torch.tensor(np.array(rows), dtype=torch.int32)
-    who, wanted = torch.zeros(n_expert, dtype=torch.int32, device=DEVICE), torch.zeros(n_expert, dtype=torch.int32)
+    who = torch.zeros(n_expert * n_slices, dtype=torch.int32, device=DEVICE)
+    wanted = torch.zeros(n_expert * n_slices, dtype=torch.int32)
     tally, counted = (torch.full((5,), 5, dtype=torch.int64) for _ in range(2))
     tally = tally.to(DEVICE)
 
-    divide(ids.to(DEVICE), shares, who, tally)
+    divide(ids.to(DEVICE), shares, who, tally, n_slices, shares[-1][0])
 
-    ref.divide(ids, shares, wanted, counted)
+    ref.divide(ids, shares, wanted, counted, n_slices, shares[-1][0])
     assert torch.equal(who.cpu(), wanted)
-    assert tally.tolist() == counted.tolist() == [5, *(5 + int((wanted == p).sum()) for p in range(4))]
+    assert tally.tolist() == counted.tolist() == [5, *(5 + 2 // n_slices * int((wanted == p).sum()) for p in range(4))]
 
 
 @pytest.mark.parametrize("type", [TensorType.Q8_0, TensorType.Q4_K, TensorType.MXFP4, TensorType.BF16])
@@ -57,3 +65,31 @@ def test_fetched_experts_are_those_of_the_party(type: TensorType) -> None:
     for stack_, part in zip(fetched.parts, source.parts, strict=True):
         assert stack_.shape[0] == 4
         assert torch.equal(stack_.data[:3].cpu(), part.data[[0, 3, 5]])
+
+
+@pytest.mark.parametrize("type", [TensorType.Q8_0, TensorType.Q4_K, TensorType.BF16])
+def test_slices_add_up_to_their_expert(type: TensorType) -> None:
+    """Fetched by halves, two of one expert and one of another: what they give is what whole experts give."""
+    n_expert, F, D = 4, 512, 256
+    parts = [random_weight(type, (n_expert, *shape), seed=i) for i, shape in enumerate([(F, D), (F, D), (D, F)])]
+    if DEVICE.type == "cuda":
+        parts = [QTensor(part.data.pin_memory(), part.type, part.shape) for part in parts]
+    source = ExpertWeights(*parts)
+    x, mix = torch.randn(2, D, generator=torch.Generator().manual_seed(3)), torch.tensor([[0.5, 2.0], [1.0, 0.25]])
+    ids = torch.tensor([[2, 0], [0, 3]], dtype=torch.int32)
+    who = torch.tensor([1, 1, -1, -1, 0, 1, 0, 0], dtype=torch.int32)
+    room = torch.zeros(4 * sum(part.data[0].numel() for part in parts) + 192, dtype=torch.uint8, device=DEVICE)
+    wanted = torch.zeros(2, D)
+    for party in (0, 1):
+        weights = ref.fetch(source, who, party, torch.zeros(len(room), dtype=torch.uint8), NO_VECTORS)
+        plain.experts(x, ids, mix, weights, Activation.SILU, wanted)
+    whole = torch.zeros(2, D)
+    plain.experts(x, ids, mix, source, Activation.SILU, whole)
+    torch.testing.assert_close(wanted, whole, rtol=1e-4, atol=1e-4 * float(whole.abs().max()))
+
+    out = torch.zeros(2, D, device=DEVICE)
+    op = MoeOp(Workspace(DEVICE), torch.float32, may_use_torch=False)
+    for party in (0, 1):
+        weights = fetch(source, who.to(DEVICE), party, room.clone(), NO_VECTORS)
+        op(x.to(DEVICE), ids.to(DEVICE), mix.to(DEVICE), weights, Activation.SILU, out)
+    torch.testing.assert_close(out.cpu(), wanted, rtol=1e-3, atol=1e-4 * float(whole.abs().max()))

@@ -170,18 +170,28 @@ Shares = Sequence[tuple[int, int]]
 class Divide(Protocol):
     """Share out the experts that ids name: of those, in ascending order, the first are the first party's, and so on.
 
-    ids: int32 `[T, K]`. who: int32 `[E]`, written: the party of each expert, -1 where no id names it. tally: int64
-    `[1 + parties]`, added to: experts found in a cache (none here), then those of each party, by its number.
+    ids: int32 `[T, K]`. who: int32 `[E n_slices]`, written: the party of each slice of an expert (see `ExpertWeights`),
+    -1 where no id names it. tally: int64 `[1 + parties]`, added to: experts found in a cache (none here), then those of
+    each party, by its number; in `MAX_SLICES`-ths. whole: a party that takes whole experts only; the last one.
     """
 
-    def __call__(self, ids: torch.Tensor, shares: Shares, who: torch.Tensor, tally: torch.Tensor) -> None: ...
+    def __call__(
+        self,
+        ids: torch.Tensor,
+        shares: Shares,
+        who: torch.Tensor,
+        tally: torch.Tensor,
+        n_slices: int = 1,
+        whole: int | None = None,
+    ) -> None: ...
 
 
 class Fetch(Protocol):
     """Read a party's experts from host memory into its own.
 
-    source: all experts of the layer, in host memory that the device can read. room: uint8, where they go. vectors:
-    biases and scales for the result. Returns the experts that who gives to the party.
+    source: all experts of the layer, in host memory that the device can read. who: the party of each, or of each of
+    their slices. room: uint8, where they go. vectors: biases and scales for the result. Returns the experts, or slices,
+    that who gives to the party.
     """
 
     def __call__(

@@ -18,7 +18,7 @@ from overspill.kernels import AttentionWeights, Ops, RouterWeights, TokenAttenti
 from overspill.kernels import numba as fast
 from overspill.kernels.expert_cache import fill, look_up
 from overspill.kernels.spread import divide, fetch
-from overspill.quant.experts import Activation, ExpertWeights
+from overspill.quant.experts import Activation, ExpertWeights, sliced
 from overspill.quant.qtensor import QTensor
 
 _log = logging.getLogger(__name__)
@@ -177,7 +177,7 @@ def token_router(weights: RouterWeights) -> TokenRouter | None:
 def token_experts(weights: ExpertWeights, activation: Activation) -> TokenExperts | None:
     """`kernels.TokenExperts`."""
     is_whole = weights.gate.shape[2] % fast.UNIT_ELEMENTS == 0
-    can_be = is_whole and all(_has_kernel(part.type) for part in weights.parts)
+    can_be = is_whole and weights.n_slices == 1 and all(_has_kernel(part.type) for part in weights.parts)
     return fast.TokenExperts(weights, activation) if can_be else None
 
 
@@ -193,6 +193,7 @@ def experts(
     if all(_has_kernel(part.type) for part in weights.parts):
         stacks = weights.gate, weights.up, weights.down
         assert not isinstance(weights.slot_of, torch.Tensor)
+        ids, mix = sliced(ids, mix, weights.n_slices)
         fast.experts(x.float(), *stacks, ids, mix, weights.slot_of, out, activation, vectors=weights.vectors)
     else:
         ref.experts(x.float(), ids, mix, weights, activation, out)

@@ -14,7 +14,7 @@ import torch
 
 from overspill.kernels import CacheState, Shares
 from overspill.kernels.spread import PARTS_OF_ONE, bounds, stacks_in
-from overspill.quant.experts import ExpertVectors, ExpertWeights
+from overspill.quant.experts import MAX_SLICES, ExpertVectors, ExpertWeights
 
 HEAT_OF_USE: Final = 1 << 10
 HEAT_DECAY: Final = 7
@@ -32,12 +32,12 @@ def look_up(ids: torch.Tensor, shares: Shares, who: torch.Tensor, tally: torch.T
     missing = sorted((e for e in chosen if slot_of[e] < 0), key=lambda e: (-heat[e], e))
     who.fill_(-1)
     who[hits] = shares[0][0]
-    tally[0] += len(hits)
+    tally[0] += len(hits) * MAX_SLICES
     cuts = [-(-b * len(missing) // PARTS_OF_ONE) for b in bounds(shares)]
     cuts[1:] = [max(cut, min(1, len(missing))) for cut in cuts[1:]]
     for (party, _), first, last in zip(shares, cuts, cuts[1:], strict=False):
         who[missing[first:last]] = party
-        tally[1 + party] += last - first
+        tally[1 + party] += (last - first) * MAX_SLICES
     _replace(missing[: cuts[1]], set(chosen), shares[0][0], state)
 
 

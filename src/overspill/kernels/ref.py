@@ -9,7 +9,7 @@ from overspill.kernels import Ops
 from overspill.kernels.expert_cache import fill, look_up
 from overspill.kernels.spread import divide, fetch
 from overspill.quant.dequant import dequantize
-from overspill.quant.experts import DOWN, GATE, UP, Activation, ExpertWeights
+from overspill.quant.experts import DOWN, GATE, UP, Activation, ExpertWeights, sliced
 from overspill.quant.qtensor import QTensor
 
 
@@ -126,6 +126,7 @@ def experts(
     out: torch.Tensor,
 ) -> None:
     """One expert after the other, see `kernels.Experts`."""
+    ids, mix = sliced(ids, mix, weights.n_slices)
     for i_expert in ids.unique().tolist():
         slot = i_expert if weights.slot_of is None else int(weights.slot_of[i_expert])
         if slot < 0:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from overspill.kernels import Shares
-from overspill.quant.experts import ExpertVectors, ExpertWeights
+from overspill.quant.experts import MAX_SLICES, ExpertVectors, ExpertWeights
 from overspill.quant.qtensor import QTensor
 
 PARTS_OF_ONE = 1024
@@ -27,35 +27,52 @@ def bounds(shares: Shares) -> list[int]:
     return found
 
 
-def divide(ids: torch.Tensor, shares: Shares, who: torch.Tensor, tally: torch.Tensor) -> None:
+def divide(
+    ids: torch.Tensor,
+    shares: Shares,
+    who: torch.Tensor,
+    tally: torch.Tensor,
+    n_slices: int = 1,
+    whole: int | None = None,
+) -> None:
     """`kernels.Divide`."""
     named = torch.unique(ids.long())
+    slices = (named[:, None] * n_slices + torch.arange(n_slices)).view(-1)
     who.fill_(-1)
-    cuts = [(b * len(named) + PARTS_OF_ONE // 2) // PARTS_OF_ONE for b in bounds(shares)]
-    for (party, _), first, last in zip(shares, cuts, cuts[1:], strict=False):
-        who[named[first:last]] = party
-        tally[1 + party] += last - first
+    for (party, _), bound in zip(shares, bounds(shares), strict=False):
+        first = (bound * len(slices) + PARTS_OF_ONE // 2) // PARTS_OF_ONE
+        if party == whole:
+            first = (first + n_slices // 2) // n_slices * n_slices
+        who[slices[first:]] = party
+    for party, _ in shares:
+        tally[1 + party] += (who == party).sum() * (MAX_SLICES // n_slices)
 
 
 def fetch(
     source: ExpertWeights, who: torch.Tensor, party: int, room: torch.Tensor, vectors: ExpertVectors
 ) -> ExpertWeights:
     """`kernels.Fetch`."""
-    stacks = stacks_in(room, source.parts)
+    n_slices = len(who) // source.gate.shape[0]
+    stacks = stacks_in(room, source.parts, n_slices)
     mine = torch.nonzero(who == party)[: stacks[0].shape[0], 0]
     slot_of = torch.full_like(who, -1)
     slot_of[mine] = torch.arange(len(mine), dtype=torch.int32)
     for stack, part in zip(stacks, source.parts, strict=True):
-        stack.data[: len(mine)] = part.data[mine]
-    return ExpertWeights(*stacks, slot_of.numpy(), vectors)
+        is_down = part is source.down
+        for slot, i in enumerate(mine.tolist()):
+            rows = part.data[i // n_slices].unflatten(1 if is_down else 0, (n_slices, -1))
+            stack.data[slot] = rows[:, i % n_slices] if is_down else rows[i % n_slices]
+    return ExpertWeights(*stacks, slot_of.numpy(), vectors, n_slices)
 
 
-def stacks_in(room: torch.Tensor, parts: Sequence[QTensor]) -> tuple[QTensor, QTensor, QTensor]:
-    """Gate, up and down stacks of as many experts as have room in uint8 memory, each from an aligned offset."""
-    sizes = [part.data[0].numel() for part in parts]
-    n = min(parts[0].shape[0], (len(room) - len(sizes) * (_ALIGNMENT - 1)) // sum(sizes))
+def stacks_in(room: torch.Tensor, parts: Sequence[QTensor], n_slices: int = 1) -> tuple[QTensor, QTensor, QTensor]:
+    """Gate, up and down stacks of as many (slices of) experts as have room in uint8 memory, from aligned offsets."""
+    sizes = [part.data[0].numel() // n_slices for part in parts]
+    n = min(parts[0].shape[0] * n_slices, (len(room) - len(sizes) * (_ALIGNMENT - 1)) // sum(sizes))
     stacks, first = [], 0
-    for part, size in zip(parts, sizes, strict=True):
-        stacks.append(QTensor.from_bytes(room[first : first + n * size], part.type, (n, *part.shape[1:])))
+    n_model, n_hidden = parts[0].shape[2], parts[0].shape[1] // n_slices
+    shapes = (n, n_hidden, n_model), (n, n_hidden, n_model), (n, n_model, n_hidden)
+    for part, size, shape in zip(parts, sizes, shapes, strict=True):
+        stacks.append(QTensor.from_bytes(room[first : first + n * size], part.type, shape))
         first = -(-(first + n * size) // _ALIGNMENT) * _ALIGNMENT
     return stacks[0], stacks[1], stacks[2]

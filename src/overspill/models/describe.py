@@ -10,6 +10,9 @@ from overspill.gguf.tensors import TensorInfo
 from overspill.gguf.types import TensorType
 from overspill.models.specs.base import HParams, TensorSpec
 from overspill.placement.shape import ModelShape, Role, role_of, sized_tensors
+from overspill.quant.experts import MAX_SLICES
+
+_SLICE_VALUES = 32  # what every kernel can read, of any type
 
 
 def model_shape(
@@ -53,7 +56,18 @@ def model_shape(
         output_flops=2.0 * hp.n_vocab * hp.n_embd,
         x_dim=hp.x_dim,
         expert_values=max(experts) if hp.n_expert else 0,
+        n_expert_slices=_n_slices(specs, tensors),
     )
+
+
+def _n_slices(specs: Sequence[TensorSpec], tensors: Mapping[str, TensorInfo]) -> int:
+    """Into how many slices of their hidden width experts can be cut: whole blocks of down's rows, and no vectors."""
+    names = [spec.name for spec in specs]
+    downs = [spec for spec in specs if spec.name.endswith("ffn_down_exps.weight")]
+    blocks = [max(_SLICE_VALUES, tensors[spec.name].type.block.n_elements) for spec in downs]
+    can_be = all(spec.shape[-1] % (MAX_SLICES * block) == 0 for spec, block in zip(downs, blocks, strict=True))
+    has_vectors = any(name.endswith(("_exps.bias", "_exps.scale")) for name in names)
+    return MAX_SLICES if downs and can_be and not has_vectors else 1
 
 
 def is_widened(info: TensorInfo) -> bool:

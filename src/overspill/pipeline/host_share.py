@@ -20,6 +20,7 @@ from overspill.kernels.numba.native import Step
 from overspill.kernels.numba.pieces import Pieces
 from overspill.models.base import Model, Routing
 from overspill.pipeline.letters import Letter
+from overspill.pipeline.schedule import Action
 from overspill.pipeline.upload import HostExperts
 from overspill.quant.experts import Activation, ExpertWeights
 
@@ -27,7 +28,8 @@ from overspill.quant.experts import Activation, ExpertWeights
 class HostShare:
     """The CPU's share of one layer's experts.
 
-    told: the letter with normed input, ids, mix, and who computes which expert. answer: the one that goes back.
+    told: the letter with normed input, ids, mix, and who computes which slice of an expert; the host computes whole
+    experts. answer: the one that goes back.
     """
 
     def __init__(self, told: Letter, answer: Letter, n_tokens: int, party: int, normed: torch.dtype) -> None:
@@ -39,11 +41,10 @@ class HostShare:
         self._normed = normed_box.view(normed)
         self._out = out.view(torch.float32).view(n_tokens, -1)
         self._x = torch.zeros(self._out.shape)
-        self._slot_of = np.full(len(self._who), -1, np.int32)
         self._routing = Routing(self._x, ids.view(n_tokens, -1), mix.view(torch.float32).view(n_tokens, -1))
         self._prepared: PreparedExperts | None = None
 
-    def prepare(self, model: Model, i_layer: int, experts: HostExperts, host_ops: Ops) -> bool:
+    def prepare(self, model: Model, action: Action, experts: HostExperts, host_ops: Ops) -> bool:
         """Ask the model what it would have the kernels do. False where that cannot be prepared."""
 
         def keep(
@@ -56,9 +57,11 @@ class HostShare:
         ) -> None:
             self._prepared = cpu.prepare_experts(x, ids, mix, weights, activation, out)
 
+        self._n_slices = action.n_slices
+        self._slot_of = np.full(experts.n_experts, -1, np.int32)
         weights = replace(experts.in_place(), slot_of=self._slot_of)
         ops = replace(host_ops, experts=keep, token_experts=None)
-        model.experts(i_layer, self._out, self._routing, weights, ops)
+        model.experts(action.layer, self._out, self._routing, weights, ops)
         return self._prepared is not None
 
     def steps(self, number: torch.Tensor, late: torch.Tensor, pieces: Pieces) -> list[Step]:
@@ -71,6 +74,7 @@ class HostShare:
             x=self._x.data_ptr(),
             who=self._who.data_ptr(),
             n_experts=len(self._slot_of),
+            n_slices=self._n_slices,
             party=self._party,
             slot_of=self._slot_of.__array_interface__["data"][0],
             out=self._out.data_ptr(),

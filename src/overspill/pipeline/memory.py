@@ -19,6 +19,7 @@ from overspill.pipeline.history import TokenHistory
 from overspill.pipeline.ledger import Resource
 from overspill.pipeline.split import N_TILES, Layout, detours
 from overspill.placement.budget import N_LOGIT_BUFFERS, N_LOGIT_ROWS, StagingPlan
+from overspill.quant.experts import MAX_SLICES
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ class Memory:
         used = self._in_use(layout)
         for i in used:
             for m in range(self.sizes.n_ubatches):
-                who = self._new(i, (1, self._hp.n_expert), torch.int32, compute, f"who{m}")
+                who = self._new(i, (1, self._hp.n_expert * MAX_SLICES), torch.int32, compute, f"who{m}")
                 self._buffers["who", i, m] = (who,)
             self._buffers["y", i] = (self._new(i, rows, torch.float32, compute, "y"),)
             if i != layout.host:

@@ -41,12 +41,18 @@ class Party(NamedTuple):
         return self.letters_us + self.work_us(n_experts) if n_experts else 0.0
 
 
-def divided(parties: Sequence[Party], n_experts: int) -> list[int]:
-    """Experts of each party, so that the last one is done soonest; the first of equals gets more."""
-    counts = [0] * len(parties)
-    for _ in range(n_experts):
-        soonest = min(range(len(parties)), key=lambda i: parties[i].done_us(counts[i] + 1))
-        counts[soonest] += 1
+def divided(parties: Sequence[Party], n_experts: int, *, n_slices: int = 1, whole: int | None = None) -> list[int]:
+    """Slices of experts of each party, so that the last one is done soonest; the first of equals gets more.
+
+    whole: number of a party that takes whole experts only.
+    """
+    counts, n_left = [0] * len(parties), n_experts * n_slices
+    at_a_time = [n_slices if party.number == whole else 1 for party in parties]
+    while n_left:
+        able = [i for i, n in enumerate(at_a_time) if n <= n_left]
+        soonest = min(able, key=lambda i: parties[i].done_us((counts[i] + at_a_time[i]) / n_slices))
+        counts[soonest] += at_a_time[soonest]
+        n_left -= at_a_time[soonest]
     return counts
 
 

@@ -82,7 +82,7 @@ class Action:
 
     layer, last_layer: the layers computed. slab: index into the layer's slabs. slot: staging slot (or logits buffer
     of OUTPUT and DOWNLOAD). source: where a hand-off comes from. chunk: which rows of the outputs, or which tile of a
-    hand-off through the host. shares: of DIVIDE.
+    hand-off through the host. shares: of DIVIDE. n_slices: of DIVIDE and SHARE, see `ExpertWeights`.
     """
 
     verb: Verb
@@ -97,6 +97,7 @@ class Action:
     source: int = -1
     chunk: int = -1
     shares: Shares = ()
+    n_slices: int = 1
 
     @property
     def device(self) -> int:
@@ -122,7 +123,7 @@ class WaveSchedule:
 
     widen: dequantise each staged slab once, before the ubatches use it (devices whose kernels want that).
     shares: for SPREAD, by the number of the device that owns a layer. n_cached: likewise, how many of its experts the
-    device keeps; none where it is empty.
+    device keeps; none where it is empty. n_slices: into so many, experts are shared out.
     """
 
     order: Order
@@ -131,6 +132,7 @@ class WaveSchedule:
     widen: bool = False
     shares: tuple[Shares, ...] = ()
     n_cached: tuple[int, ...] = ()
+    n_slices: int = 1
 
 
 def actions(
@@ -288,8 +290,8 @@ class _Emitter:
         routed = tuple((name, owner, m) for name in ("route", "who"))
         stream = StreamId(owner, Lane.COMPUTE)
         kept: tuple[Resource, ...] = (("cache", layer),) if any(self._schedule.n_cached[owner : owner + 1]) else ()
-        writes = (*routed[1:], ("tally", owner), *kept)
-        yield Action(Verb.DIVIDE, stream, routed[:1], writes, layer=layer, ubatch=m, shares=shares)
+        writes, n_slices = (*routed[1:], ("tally", owner), *kept), self._schedule.n_slices
+        yield Action(Verb.DIVIDE, stream, routed[:1], writes, layer=layer, ubatch=m, shares=shares, n_slices=n_slices)
         for p in helpers:
             told = tuple((name, p, m) for name in ("route", "who"))
             yield self._pass(owner, p, m, routed, told)
@@ -312,7 +314,8 @@ class _Emitter:
         room: tuple[Resource, ...] = () if party == self._layout.host else (("slot", party, 0),)
         reads = (("route", party, m), ("who", party, m), *added_to)
         stream = StreamId(party, Lane.COMPUTE)
-        return Action(Verb.SHARE, stream, reads, (*writes, *room), layer=layer, ubatch=m, slot=0)
+        writes, n_slices = (*writes, *room), self._schedule.n_slices
+        return Action(Verb.SHARE, stream, reads, writes, layer=layer, ubatch=m, slot=0, n_slices=n_slices)
 
     def _pass(
         self, source: int, target: int, m: int, reads: tuple[Resource, ...], writes: tuple[Resource, ...]

@@ -12,6 +12,9 @@ from overspill.placement.machine import Machine
 from overspill.placement.plan import Placement
 from overspill.placement.shape import ModelShape
 
+_FEW_EXPERTS = 24
+"""Up to so many, parties would wait for each other for a good part of an expert: halves are shared out."""
+
 
 def n_spread_tokens(shape: ModelShape, layout: Layout, placement: Placement, needs: KernelNeeds) -> int:
     """Most tokens that can be spread: their experts must have room in a staging slot. 0 where nothing can."""
@@ -30,18 +33,22 @@ def spread(
 
     spreads_alone: see `KernelNeeds`.
     """
-    owners = owners_of(layout)
+    owners, n_met = owners_of(layout), n_experts_met(shape.n_expert, shape.n_expert_used, n_tokens)
+    n_slices = shape.n_expert_slices if n_met <= _FEW_EXPERTS and not any(schedule.n_cached) else 1
     shares: list[Shares] = []
     for owner in range(layout.n_accelerators):
         others = () if spreads_alone else tuple(p for p in owners if p != owner)
         layers = [i for i, slabs in enumerate(layout.slabs) if slabs and layout.layer_device[i] == owner]
         if layers:
             expert_bytes = sum(shape.expert_bytes(i) for i in layers) / len(layers) / shape.n_expert
-            n_missed = n_experts_met(shape.n_expert, shape.n_expert_used, n_tokens) * missed(schedule, shape, owner)
-            shares.append(_shares(machine, owner, others, n_tokens, max(1, round(n_missed)), expert_bytes))
+            links = parties_of(machine, owner, others, (owner, *others), n_tokens, expert_bytes)
+            with_cpu = (*others, machine.host_index)
+            everybody = parties_of(machine, owner, with_cpu, (owner, *others), n_tokens, expert_bytes)
+            n_missed = max(1, round(n_met * missed(schedule, shape, owner)))
+            shares.append(_shares(links, everybody, n_missed, n_slices))
         else:
             shares.append(())
-    return replace(schedule, policy=Policy.SPREAD, shares=tuple(shares))
+    return replace(schedule, policy=Policy.SPREAD, shares=tuple(shares), n_slices=n_slices)
 
 
 def owners_of(layout: Layout) -> list[int]:
@@ -54,16 +61,16 @@ def missed(schedule: WaveSchedule, shape: ModelShape, owner: int) -> float:
     return 1.0 - sum(schedule.n_cached[owner : owner + 1]) / shape.n_expert
 
 
-def _shares(
-    machine: Machine, owner: int, others: tuple[int, ...], n_tokens: int, n_experts: int, expert_bytes: float
-) -> Shares:
-    """By links alone, or with the CPU where that is sooner: its reading slows the links down."""
-    readers = (owner, *others)
-    links = parties_of(machine, owner, others, readers, n_tokens, expert_bytes)
-    everybody = parties_of(machine, owner, (*others, machine.host_index), readers, n_tokens, expert_bytes)
-    by_links, by_all = divided(links, n_experts), divided(everybody, n_experts)
-    has_cpu_part = by_all[-1] > 0 and slowest_us(everybody, by_all) < slowest_us(links, by_links)
+def _shares(links: list[Party], everybody: list[Party], n_experts: int, n_slices: int) -> Shares:
+    """By links alone, or with the CPU, the last of all, where that is sooner: its reading slows the links down."""
+    by_links = divided(links, n_experts, n_slices=n_slices)
+    by_all = divided(everybody, n_experts, n_slices=n_slices, whole=everybody[-1].number)
+    has_cpu_part = by_all[-1] > 0 and _slowest(everybody, by_all, n_slices) < _slowest(links, by_links, n_slices)
     return _taking_part(everybody, by_all) if has_cpu_part else _taking_part(links, by_links)
+
+
+def _slowest(parties: list[Party], counts: list[int], n_slices: int) -> float:
+    return slowest_us(parties, [n / n_slices for n in counts])
 
 
 def _taking_part(parties: list[Party], counts: list[int]) -> Shares:

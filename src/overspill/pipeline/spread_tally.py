@@ -16,6 +16,7 @@ from overspill.device.lane import Lane
 from overspill.pipeline.memory import Memory
 from overspill.pipeline.split import Layout
 from overspill.pipeline.upload import HostExperts
+from overspill.quant.experts import MAX_SLICES
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,10 @@ class SpreadCounts:
             "bytes_per_token": {name: n // max(1, n_tokens) for name, n in self.read_bytes.items()},
             "cpu_share": list(self.n_read.values())[-1] / max(1, n_read),
         }
+
+
+def _whole(slices: Mapping[str, int]) -> dict[str, int]:
+    return {name: n // MAX_SLICES for name, n in slices.items()}
 
 
 def _share(n: int, n_others: int) -> float:
@@ -90,8 +95,9 @@ class SpreadTally:
             found.n_missed[names[owner]] += sum(of_parties)
             for name, n in zip(names, of_parties, strict=True):
                 found.n_read[name] += n
-                found.read_bytes[name] += n * expert_bytes
-        return found
+                found.read_bytes[name] += n * expert_bytes // MAX_SLICES
+        n_hits, n_missed, n_read = map(_whole, (found.n_hits, found.n_missed, found.n_read))
+        return SpreadCounts(n_hits, n_missed, n_read, found.read_bytes)
 
     def _tally(self, i_device: int) -> Buffer:
         (tally,) = self._memory["tally", i_device]

@@ -76,9 +76,9 @@ class StepWork(Work):
         """Do what an action that computes does, on its device."""
         self._compute[action.verb](action, ubatch)()
 
-    def prepare(self, share: HostShare, i_layer: int) -> bool:
+    def prepare(self, share: HostShare, action: Action) -> bool:
         """Prepare the CPU's share of a layer; False where that cannot be."""
-        return share.prepare(self._model, i_layer, self._host_experts[i_layer], self._host_ops)
+        return share.prepare(self._model, action, self._host_experts[action.layer], self._host_ops)
 
     def _view(self, ubatch: Ubatch, device: int, m: int, turned: Angles) -> UbatchView:
         if device == self._layout.host:

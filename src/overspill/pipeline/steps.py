@@ -268,4 +268,4 @@ class StepRunner:
             return None
         dtype = self._memory[told.action.reads[0]][0].raw().dtype
         share = HostShare(told.letter, answer.letter, ubatch.n_tokens, self._layout.host, dtype)
-        return share if self._work.prepare(share, work.action.layer) else None
+        return share if self._work.prepare(share, work.action) else None

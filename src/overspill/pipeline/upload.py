@@ -65,8 +65,8 @@ class HostExperts:
         return min(self.n_experts, (n_bytes - len(sizes) * (ALIGNMENT - 1)) // sum(sizes))
 
     def of_party(self, who: torch.Tensor, party: int) -> ExpertWeights:
-        """Those that a party computes, where they are, for the CPU. who: int32 `[E]` on the host, party of each."""
-        mine = who.numpy() == party
+        """Those that a party computes, where they are, for the CPU. who: int32 `[E n_slices]` on the host."""
+        mine = who.view(self.n_experts, -1)[:, 0].numpy() == party
         slot_of = np.where(mine, np.arange(self.n_experts, dtype=np.int32), np.int32(-1))
         return replace(self.in_place(), slot_of=slot_of)
 

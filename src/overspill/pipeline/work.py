@@ -219,15 +219,19 @@ class Work:
         keeps = ("cache", layer) in action.writes
 
         def body() -> None:
-            who = self._one(("who", action.device, action.ubatch)).tensor[0]
             tally = self._one(("tally", action.device)).tensor[layer]
-            ids = self._routing(action, ubatch).ids
+            ids, who = self._routing(action, ubatch).ids, self._who(action)
             if keeps:
                 ops.look_up(ids, action.shares, who, tally, self._kept(layer)[1])
             else:
-                ops.divide(ids, action.shares, who, tally)
+                ops.divide(ids, action.shares, who, tally, action.n_slices, self._layout.host)
 
         return body
+
+    def _who(self, action: Action) -> torch.Tensor:
+        """The party of each expert, or of each slice."""
+        who = self._one(("who", action.device, action.ubatch)).tensor[0]
+        return who[: self._host_experts[action.layer].n_experts * action.n_slices]
 
     def _kept(self, i_layer: int) -> tuple[torch.Tensor, CacheState]:
         """The slots of a layer's cache, and what is in them."""
@@ -252,7 +256,7 @@ class Work:
 
     def _fetched(self, action: Action, ops: Ops) -> ExpertWeights:
         """What a party reads from host memory; the CPU reads it where it is."""
-        who = self._one(("who", action.device, action.ubatch)).tensor[0]
+        who = self._who(action)
         if action.device == self._layout.host:
             return self._host_experts[action.layer].of_party(who, action.device)
         return self._brought(action, ops, who)

@@ -77,7 +77,8 @@ class ModelShape:
     kv_bytes_per_cell: per layer, bytes one context cell takes. state_bytes: per layer, bytes of one recurrent
     state. flops_per_token: per layer, products with weights. attention_flops: per layer, for each pair
     of a query token and a visible key (4 * heads * head size). x_dim: numbers that go with a token from layer to layer.
-    expert_values: weights of one routed expert, in the layer where they are most.
+    expert_values: weights of one routed expert, in the layer where they are most. n_expert_slices: into so many slices
+    of their hidden width experts may be cut.
     """
 
     name: str
@@ -96,6 +97,7 @@ class ModelShape:
     output_flops: float
     x_dim: int
     expert_values: int = 0
+    n_expert_slices: int = 1
 
     def __post_init__(self) -> None:
         per_layer = (self.kv_bytes_per_cell, self.state_bytes, self.flops_per_token, self.attention_flops)

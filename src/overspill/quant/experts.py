@@ -22,6 +22,8 @@ UP: Final = 1
 DOWN: Final = 2
 Vectors = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 _NO_VECTORS: Vectors = (None, None, None)
+MAX_SLICES: Final = 2
+"""Of an expert, when few experts are shared out among several parties."""
 NO_LIMIT: Final = float(np.finfo(np.float32).max)
 
 
@@ -61,6 +63,8 @@ class ExpertWeights:
     gate, up: `[E', F, D]`. down: `[E', D, F]`. slot_of: int32 `[E]`, the row of each expert of the layer in the
     stack or -1 when it is not here; None when the stack holds all experts in order. A tensor on the device where the
     host does not know it.
+    n_slices: how many equal slices of the hidden width an expert consists of. With more than one, each has a slot of
+    its own: slice i of expert e is what `slot_of` calls `e n_slices + i`, and F is a slice's. Only without vectors.
     """
 
     gate: QTensor
@@ -68,8 +72,18 @@ class ExpertWeights:
     down: QTensor
     slot_of: npt.NDArray[np.int32] | torch.Tensor | None = None
     vectors: ExpertVectors = NO_VECTORS
+    n_slices: int = 1
 
     @property
     def parts(self) -> tuple[QTensor, QTensor, QTensor]:
         """The three stacks in the order of `GATE`, `UP`, `DOWN`."""
         return self.gate, self.up, self.down
+
+
+def sliced(ids: torch.Tensor, mix: torch.Tensor, n_slices: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and weights `[T, K n_slices]` of the slices of experts, for kernels to which each is an expert."""
+    if n_slices == 1:
+        return ids, mix
+    slices = torch.arange(n_slices, dtype=ids.dtype, device=ids.device)
+    ids = (ids[:, :, None] * n_slices + slices).flatten(1)
+    return ids, mix.repeat_interleave(n_slices, dim=1)

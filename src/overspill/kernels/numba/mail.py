@@ -44,7 +44,8 @@ class Opening(NamedTuple):
     """What a letter to the CPU is turned into.
 
     normed: `n_values` numbers, of two bytes (bfloat16) or four; x: the same, float32. who: int32, the party of each of
-    `n_experts`; slot_of: int32, where the expert is if the party is `party`. out: float32, `n_out` zeros.
+    `n_slices` slices of `n_experts`; slot_of: int32, where the expert is if the party is `party`. out: float32, `n_out`
+    zeros.
     """
 
     normed: int
@@ -53,6 +54,7 @@ class Opening(NamedTuple):
     x: int
     who: int
     n_experts: int
+    n_slices: int
     party: int
     slot_of: int
     out: int
@@ -93,7 +95,7 @@ def open_address() -> int:
         for n in range(o.n_values):
             store_f32(o.x, n, load_f32(o.normed, n) if o.n_bytes == 4 else load_bf16(o.normed, n))
         for e in range(o.n_experts):
-            store_i32(o.slot_of, e, np.int32(e if load_i32(o.who, e) == o.party else -1))
+            store_i32(o.slot_of, e, np.int32(e if load_i32(o.who, e * o.n_slices) == o.party else -1))
         for n in range(o.n_out):
             store_f32(o.out, n, np.float32(0))
 

@@ -11,6 +11,7 @@ from overspill.kernels.expert_cache import HEAT_DECAY, HEAT_OF_USE
 from overspill.kernels.spread import PARTS_OF_ONE
 from overspill.kernels.triton.launch import Kernel, Tuning
 from overspill.kernels.triton.spread import PAIRS, block_of, count_ids, count_parties, table_of
+from overspill.quant.experts import MAX_SLICES
 
 _TILE = 8192
 
@@ -19,7 +20,7 @@ _TILE = 8192
 def _look_up(
     ids, table, who, tally, slot_of, heat, fills, rest, keys, given, n_pairs,
     E: tl.constexpr, BLOCK_E: tl.constexpr, PARTIES: tl.constexpr, ONE: tl.constexpr, PAIRS: tl.constexpr,
-    SLOTS: tl.constexpr, DECAY: tl.constexpr, USE: tl.constexpr, CHUNK: tl.constexpr,
+    SLOTS: tl.constexpr, UNIT: tl.constexpr, DECAY: tl.constexpr, USE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """table: see `spread._divide`. keys, given: scratch `[BLOCK_E]`, by which experts see each other."""
     experts = tl.arange(0, BLOCK_E)
@@ -51,8 +52,8 @@ def _look_up(
         if i > 0:
             begins = tl.maximum(begins, 1)
         party = tl.where(is_missing & (place >= begins), tl.load(table + PARTIES + i), party)
-    count_parties(party, table, tally, PARTIES)
-    tl.store(tally, tl.load(tally) + n_hits)
+    count_parties(party, table, tally, PARTIES, UNIT)
+    tl.store(tally, tl.load(tally) + n_hits * UNIT)
     tl.store(who + experts, tl.where(is_hit, owner, party), mask=is_there)
     tl.store(heat + experts, warm, mask=is_there)
 
@@ -78,5 +79,5 @@ def look_up(ids: torch.Tensor, shares: Shares, who: torch.Tensor, tally: torch.T
     keys = torch.empty(BLOCK_E, dtype=torch.int64, device=ids.device)
     given = torch.empty(BLOCK_E, dtype=torch.int32, device=ids.device)
     args = (ids.contiguous(), table_of(tuple(shares), ids.device), who, tally, *state[1:], keys, given, ids.numel())
-    sizes = (E, BLOCK_E, len(shares), PARTS_OF_ONE, PAIRS, state.n_slots)
+    sizes = (E, BLOCK_E, len(shares), PARTS_OF_ONE, PAIRS, state.n_slots, MAX_SLICES)
     _look_up_kernel((1,), args, (*sizes, HEAT_DECAY, HEAT_OF_USE, min(BLOCK_E, _TILE // BLOCK_E)), Tuning(n_warps=8))

@@ -26,7 +26,6 @@ from overspill.quant.experts import ExpertVectors
 from overspill.quant.qtensor import QTensor
 
 _TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_NO_EXPERT = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
@@ -57,21 +56,25 @@ def _gate_up(
     READ_U: tl.constexpr, DECODE_U: tl.constexpr, PARTS_U: tl.constexpr, BLOCK_U: tl.constexpr, ROW_U: tl.constexpr,
     STRIDE_U: tl.constexpr,
     ACTIVATE: tl.constexpr, LIMIT: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, D: tl.constexpr,
-    F: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, ROUND: tl.constexpr, IS_CHAINED: tl.constexpr,
+    F: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, ROUND: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program (pair, i): hidden values i ROWS ... of a pair; pairs of a token are written in ascending expert id."""
+    """Program (pair, i): hidden values i ROWS ... of a pair; pairs of a token are written in ascending expert id.
+
+    K: pairs of a token, SLICES of each expert that it picked; from here on every slice is an expert of its own.
+    """
     follow(IS_CHAINED)
     pair = tl.program_id(0)
     t = pair // K
     ranks = tl.arange(0, K_PAD)
-    expert = tl.load(ids + pair)
+    expert = tl.load(ids + pair // SLICES) * SLICES + pair % SLICES
     slot = tl.load(slot_of + expert)
-    others = tl.load(ids + t * K + ranks, mask=ranks < K, other=_NO_EXPERT)
-    row = t * K + tl.sum((others < expert).to(tl.int32))
+    others = tl.load(ids + (t * K + ranks) // SLICES, mask=ranks < K, other=0) * SLICES + ranks % SLICES
+    row = t * K + tl.sum(((others < expert) & (ranks < K)).to(tl.int32))
     if tl.program_id(1) == 0:
         tl.store(slots + row, slot)
         tl.store(experts + row, expert)
-        tl.store(weights + row, tl.load(mix + pair))
+        tl.store(weights + row, tl.load(mix + pair // SLICES))
     if slot < 0:
         return
     first_row = tl.program_id(1) * ROWS
@@ -134,11 +137,14 @@ _down_kernel = Kernel(_down, may_chain=True)
 
 
 class Pairs(NamedTuple):
-    """ids: int32 `[T, K]`, distinct in a row; mix: float32 `[T, K]`; slot_of: int32 `[E]` on the device, -1: absent."""
+    """ids: int32 `[T, K]`, distinct in a row; mix: float32 `[T, K]`; slot_of: int32 `[E n_slices]` on the device, -1:
+    absent. n_slices: see `ExpertWeights`.
+    """
 
     ids: torch.Tensor
     mix: torch.Tensor
     slot_of: torch.Tensor
+    n_slices: int = 1
 
 
 Parts = tuple[QTensor, QTensor, QTensor]
@@ -167,7 +173,8 @@ def add_experts(
     `[E', D, F]`. out: float32 `[T, D]`, each row contiguous.
     """
     gate, up, down = parts
-    n_pairs, K = pairs.ids.numel(), pairs.ids.shape[1]
+    assert pairs.n_slices == 1 or vectors.is_empty, "vectors are of whole experts"
+    n_pairs, K = pairs.ids.numel() * pairs.n_slices, pairs.ids.shape[1] * pairs.n_slices
     _, F, D = gate.shape
     x, ids, mix = x.contiguous(), pairs.ids.contiguous(), pairs.mix.contiguous()
     first, second = tiles or (tile_of(EXPERT_GATE_UP, gate.type), tile_of(EXPERT_DOWN, down.type))
@@ -177,7 +184,8 @@ def add_experts(
     stacks = [(*READERS[q.type], q.data.shape[2], q.data.stride(0)) for q in (gate, up)]
     widths = (K, power_of_two(K), D, F)
     args = (x, gate.data, up.data, *tables[:2], ids, mix, pairs.slot_of, *vectors.scales[:2], *vectors.biases[:2])
-    constants = (*stacks[0], *stacks[1], *activate, *widths, first.n_rows, first.width_for(D), _TL[dtype])
+    cut = (pairs.n_slices, first.n_rows, first.width_for(D), _TL[dtype])
+    constants = (*stacks[0], *stacks[1], *activate, *widths, *cut)
     _gate_up_kernel((n_pairs, cdiv(F, first.n_rows)), (*args, hidden, *in_order), constants, first.tuning)
     rest = (vectors.scales[2], vectors.biases[2], out)
     shape = (*widths, second.n_rows, second.width_for(F), _TL[dtype], out.stride(0))

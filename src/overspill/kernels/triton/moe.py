@@ -27,7 +27,7 @@ from overspill.kernels.triton.norm import Gated, gated
 from overspill.kernels.triton.sort import Sorted, sort_pairs
 from overspill.kernels.triton.wide import gate_up_of, stacks_in, wide_bytes
 from overspill.kernels.triton.workspace import Workspace
-from overspill.quant.experts import Activation, ExpertVectors, ExpertWeights
+from overspill.quant.experts import Activation, ExpertVectors, ExpertWeights, sliced
 
 _MAPS_KEPT = 1024
 # torch picks its tile by rows per matrix; above this it is the large one for a whole layer and for any slab of it.
@@ -107,14 +107,14 @@ class MoeOp:
         """See `kernels.Experts`; `out` is float32, its rows contiguous, `x` of any float."""
         if isinstance(weights.slot_of, torch.Tensor):
             assert can_add(len(x), weights.parts), "only few tokens have experts that the host does not know"
-            self._add_few(x, Pairs(ids, mix, weights.slot_of), weights, activation, out)
+            self._add_few(x, Pairs(ids, mix, weights.slot_of, weights.n_slices), weights, activation, out)
             return
         maps = self._maps.of(weights)
         if can_add(len(x), weights.parts):
-            self._add_few(x, Pairs(ids, mix, maps.slot_of), weights, activation, out)
+            self._add_few(x, Pairs(ids, mix, maps.slot_of, weights.n_slices), weights, activation, out)
             return
         x = x.to(self._dtype)
-        ids, mix = ids.contiguous(), mix.contiguous()
+        ids, mix = (given.contiguous() for given in sliced(ids, mix, weights.n_slices))
         job = _Job(
             shape=Shape(ids.shape[1], *_widths(weights)),
             tile_m=grouped.tile_rows(ids.numel(), len(maps.slot_of)),

@@ -15,7 +15,7 @@ import triton.language as tl
 from overspill.kernels import CacheState, Shares
 from overspill.kernels.spread import PARTS_OF_ONE, bounds, stacks_in
 from overspill.kernels.triton.launch import Kernel, Tuning, cdiv, power_of_two
-from overspill.quant.experts import ExpertVectors, ExpertWeights
+from overspill.quant.experts import MAX_SLICES, ExpertVectors, ExpertWeights
 from overspill.quant.qtensor import QTensor
 
 _N_PROGRAMS = 528
@@ -26,21 +26,23 @@ _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 @triton.jit(do_not_specialize=["n_pairs"])
 def _divide(
-    ids, table, who, tally, n_pairs, E: tl.constexpr, BLOCK_E: tl.constexpr, PARTIES: tl.constexpr, ONE: tl.constexpr,
-    PAIRS: tl.constexpr,
+    ids, table, who, tally, n_pairs, E: tl.constexpr, BLOCK_E: tl.constexpr, PARTIES: tl.constexpr,
+    SLICES: tl.constexpr, UNIT: tl.constexpr, ONE: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """table: int32 `[2, PARTIES]`: where the parts begin, and whose they are."""
+    """E: slices of experts. table: int32 `[3, PARTIES]`: where parts begin, whose they are, slices taken at a time."""
     experts = tl.arange(0, BLOCK_E)
-    named = (count_ids(ids, experts, n_pairs, PAIRS) > 0).to(tl.int32)
+    named = (count_ids(ids, experts // SLICES, n_pairs, PAIRS) > 0).to(tl.int32)
     n = tl.sum(named)
     place = tl.cumsum(named) - 1
     party = tl.full([BLOCK_E], -1, tl.int32)
     for i in tl.static_range(PARTIES):
         begins = (tl.load(table + i) * n + ONE // 2) // ONE
+        at_a_time = tl.load(table + 2 * PARTIES + i)
+        begins = (begins + at_a_time // 2) // at_a_time * at_a_time
         party = tl.where(place >= begins, tl.load(table + PARTIES + i), party)
     party = tl.where(named > 0, party, -1)
     tl.store(who + experts, party, mask=experts < E)
-    count_parties(party, table, tally, PARTIES)
+    count_parties(party, table, tally, PARTIES, UNIT)
 
 
 @triton.jit
@@ -55,22 +57,26 @@ def count_ids(ids, experts, n_pairs, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def count_parties(party, table, tally, PARTIES: tl.constexpr):
-    """Add each party's experts to the tally."""
+def count_parties(party, table, tally, PARTIES: tl.constexpr, UNIT: tl.constexpr):
+    """Add each party's experts, or slices, to the tally; each counts UNIT."""
     for i in tl.static_range(PARTIES):
         number = tl.load(table + PARTIES + i)
         n = tl.sum((party == number).to(tl.int32))
-        tl.store(tally + 1 + number, tl.load(tally + 1 + number) + n)
+        tl.store(tally + 1 + number, tl.load(tally + 1 + number) + n * UNIT)
 
 
 @triton.jit(do_not_specialize=["party"])
 def _fetch(
     which, gate, up, down, gate_room, up_room, down_room, slot_of, party,
     E: tl.constexpr, BLOCK_E: tl.constexpr, GATE: tl.constexpr, UP: tl.constexpr, DOWN: tl.constexpr,
-    ROOM: tl.constexpr, PIECE: tl.constexpr,
+    DOWN_ROW: tl.constexpr, SLICES: tl.constexpr, ROOM: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """which: the party of each expert, whose own go to slots in ascending order, and these to `slot_of`; where that is
-    None, the slot of each, or -1. GATE, UP, DOWN: words of one expert's matrices. ROOM: slots that there are."""
+    None, the slot of each, or -1. E: experts or slices of them; GATE, UP, DOWN: words of one's matrices; DOWN_ROW: of a
+    row of the last. ROOM: slots that there are.
+
+    Slices of gate and up are rows, one behind the other; those of down are parts of each row.
+    """
     experts = tl.arange(0, BLOCK_E)
     given = tl.load(which + experts, mask=experts < E, other=-1)
     mine = ((given >= 0) if slot_of is None else (given == party)).to(tl.int32)
@@ -90,28 +96,38 @@ def _fetch(
         expert = tl.sum(tl.where(is_it, experts, 0)).to(tl.int64)
         slot = tl.sum(tl.where(is_it, slots, 0))
         if piece < gates:
-            _move(gate + expert * GATE, gate_room + slot.to(tl.int64) * GATE, piece * PIECE, GATE, PIECE)
+            _move(gate + expert * GATE, gate_room + slot.to(tl.int64) * GATE, piece * PIECE, GATE, PIECE, GATE, 1)
         elif piece < gates + ups:
-            _move(up + expert * UP, up_room + slot.to(tl.int64) * UP, (piece - gates) * PIECE, UP, PIECE)
+            _move(up + expert * UP, up_room + slot.to(tl.int64) * UP, (piece - gates) * PIECE, UP, PIECE, UP, 1)
         else:
             first = (piece - gates - ups) * PIECE
-            _move(down + expert * DOWN, down_room + slot.to(tl.int64) * DOWN, first, DOWN, PIECE)
+            source = down + expert // SLICES * (SLICES * DOWN) + expert % SLICES * DOWN_ROW
+            _move(source, down_room + slot.to(tl.int64) * DOWN, first, DOWN, PIECE, DOWN_ROW, SLICES)
 
 
 @triton.jit
-def _move(source, target, first, n, PIECE: tl.constexpr):
+def _move(source, target, first, n, PIECE: tl.constexpr, ROW: tl.constexpr, SLICES: tl.constexpr):
+    """ROW: words of a row; in the source, SLICES of them stand side by side."""
     at = first + tl.arange(0, PIECE)
-    tl.store(target + at, tl.load(source + at, mask=at < n, other=0), mask=at < n)
+    there = at if SLICES == 1 else at // ROW * (ROW * SLICES) + at % ROW
+    tl.store(target + at, tl.load(source + there, mask=at < n, other=0), mask=at < n)
 
 
 _divide_kernel = Kernel(_divide)
 _fetch_kernel = Kernel(_fetch)
 
 
-def divide(ids: torch.Tensor, shares: Shares, who: torch.Tensor, tally: torch.Tensor) -> None:
+def divide(
+    ids: torch.Tensor,
+    shares: Shares,
+    who: torch.Tensor,
+    tally: torch.Tensor,
+    n_slices: int = 1,
+    whole: int | None = None,
+) -> None:
     """`kernels.Divide`."""
-    table = table_of(tuple(shares), ids.device)
-    constants = (len(who), block_of(len(who)), len(shares), PARTS_OF_ONE, PAIRS)
+    table = table_of(tuple(shares), ids.device, n_slices, whole)
+    constants = (len(who), block_of(len(who)), len(shares), n_slices, MAX_SLICES // n_slices, PARTS_OF_ONE, PAIRS)
     _divide_kernel((1,), (ids.contiguous(), table, who, tally, ids.numel()), constants, Tuning(n_warps=4))
 
 
@@ -121,19 +137,24 @@ def block_of(n_experts: int) -> int:
 
 
 @cache
-def table_of(shares: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:
+def table_of(
+    shares: tuple[tuple[int, int], ...], device: torch.device, n_slices: int = 1, whole: int | None = None
+) -> torch.Tensor:
     """Sent once, before anything is recorded."""
-    return torch.tensor([bounds(shares)[:-1], [party for party, _ in shares]], dtype=torch.int32).to(device)
+    parties = [party for party, _ in shares]
+    at_a_time = [n_slices if party == whole else 1 for party in parties]
+    return torch.tensor([bounds(shares)[:-1], parties, at_a_time], dtype=torch.int32).to(device)
 
 
 def fetch(
     source: ExpertWeights, who: torch.Tensor, party: int, room: torch.Tensor, vectors: ExpertVectors
 ) -> ExpertWeights:
     """`kernels.Fetch`; host memory must be pinned."""
-    stacks = stacks_in(room, source.parts)
+    n_slices = len(who) // source.gate.shape[0]
+    stacks = stacks_in(room, source.parts, n_slices)
     slot_of = torch.empty_like(who)
     _move_experts(source, stacks, who, slot_of, party)
-    return ExpertWeights(*stacks, slot_of, vectors)
+    return ExpertWeights(*stacks, slot_of, vectors, n_slices)
 
 
 def fill(source: ExpertWeights, state: CacheState, memory: torch.Tensor, vectors: ExpertVectors) -> ExpertWeights:
@@ -150,17 +171,19 @@ def _move_experts(
     slot_of: torch.Tensor | None,
     party: int,
 ) -> None:
-    n_experts = len(which)
-    words = _word_type([part.data[0].numel() for part in source.parts])
+    n_all, row_bytes = len(which), stacks[2].data.shape[2]
+    n_slices = n_all // source.gate.shape[0]
+    words = _word_type([row_bytes, *(stack.data[0].numel() for stack in stacks)])
     sources, rooms = ([_words(part, words) for part in parts] for parts in (source.parts, stacks))
-    sizes = [part.data[0].numel() // words.itemsize for part in source.parts]
-    n_programs = min(_N_PROGRAMS, n_experts * sum(cdiv(size, _PIECE) for size in sizes))
-    constants = (n_experts, block_of(n_experts), *sizes, stacks[0].shape[0], _PIECE)
+    sizes = [stack.data[0].numel() // words.itemsize for stack in stacks]
+    n_programs = min(_N_PROGRAMS, n_all * sum(cdiv(size, _PIECE) for size in sizes))
+    widths = (*sizes, row_bytes // words.itemsize, n_slices)
+    constants = (n_all, block_of(n_all), *widths, stacks[0].shape[0], _PIECE)
     _fetch_kernel((n_programs,), (which, *sources, *rooms, slot_of, party), constants, Tuning(n_warps=4))
 
 
 def _word_type(sizes: list[int]) -> torch.dtype:
-    """The widest words that matrices of so many bytes consist of."""
+    """The widest words that matrices, and rows of down, of so many bytes consist of."""
     return next(word for word in _WORDS if all(size % word.itemsize == 0 for size in sizes))
 
 
