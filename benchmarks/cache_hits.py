@@ -27,7 +27,7 @@ SHARES = [(0, 1), (1, 1)]
 
 def hit_rate(ids: torch.Tensor, n_expert: int, n_slots: int) -> float:
     """Of the experts of one layer's steps, `[steps, K]`."""
-    state = CacheState(n_slots, *torch.full((4, n_expert), -1, dtype=torch.int32))
+    state = CacheState(n_slots, 1, *torch.full((4, n_expert), -1, dtype=torch.int32))
     who, tally = torch.empty(n_expert, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
     for step, named in enumerate(ids):
         if step == N_WARM:

@@ -17,28 +17,32 @@ from overspill.kernels.triton import expert_cache, spread
 from overspill.quant.experts import NO_VECTORS, ExpertWeights
 from overspill.quant.qtensor import QTensor
 
-SHARES = [(1, 3), (0, 3), (2, 2)]
+SHARES = [(1, 3), (0, 3), (3, 2)]
 
 
-def empty(n_expert: int, n_slots: int) -> CacheState:
-    return CacheState(n_slots, *torch.full((4, n_expert), -1, dtype=torch.int32))
+def empty(n_expert: int, n_slots: int, n_slices: int = 1) -> CacheState:
+    return CacheState(n_slots, n_slices, *torch.full((4, n_expert * n_slices), -1, dtype=torch.int32))
 
 
-def empty_on_device(n_expert: int, n_slots: int) -> CacheState:
-    return CacheState(n_slots, *(part.to(DEVICE) for part in empty(n_expert, n_slots)[1:]))
+def empty_on_device(n_expert: int, n_slots: int, n_slices: int = 1) -> CacheState:
+    state = empty(n_expert, n_slots, n_slices)
+    return CacheState(*state[:2], *(part.to(DEVICE) for part in state[2:]))
 
 
 class Looks:
     """A cache that is looked up step after step."""
 
-    def __init__(self, n_expert: int, n_slots: int, shares: list[tuple[int, int]]) -> None:
-        self.shares, self.state = shares, empty(n_expert, n_slots)
-        self.who = torch.empty(n_expert, dtype=torch.int32)
+    def __init__(
+        self, n_expert: int, n_slots: int, shares: list[tuple[int, int]], n_slices: int = 1, whole: int | None = None
+    ) -> None:
+        self.shares, self.state, self.whole = shares, empty(n_expert, n_slots, n_slices), whole
+        self.who = torch.empty(n_expert * n_slices, dtype=torch.int32)
         self.tally = torch.zeros(11, dtype=torch.int64)
 
     def __call__(self, *ids: int) -> dict[int, int]:
-        """The party of each expert that is named."""
-        ref.OPS.look_up(torch.tensor([ids], dtype=torch.int32), self.shares, self.who, self.tally, self.state)
+        """The party of each expert, or slice, that is named."""
+        ids_ = torch.tensor([ids], dtype=torch.int32)
+        ref.OPS.look_up(ids_, self.shares, self.who, self.tally, self.state, self.whole)
         return {e: int(self.who[e]) for e in range(len(self.who)) if self.who[e] >= 0}
 
     @property
@@ -109,6 +113,25 @@ def test_uses_of_long_ago_count_less() -> None:
     assert look.held == {1, 5}
 
 
+def test_slices_are_shared_out_and_kept_by_themselves() -> None:
+    look = Looks(8, 8, [(0, 1), (1, 1)], n_slices=2)
+
+    assert look(3) == {6: 0, 7: 1}
+    assert look.held == {6}
+    assert look(3) == {6: 0, 7: 0}
+    assert look.held == {6, 7}
+    assert look.tally.tolist()[:3] == [1, 2, 1]
+
+
+def test_who_takes_whole_experts_gets_no_rests() -> None:
+    look = Looks(8, 16, [(0, 1), (9, 9)], n_slices=2, whole=9)
+
+    assert look(3) == {6: 0, 7: 0}, "the owner gets a slice at least, so the other takes no whole expert"
+    assert look(1, 2) == {2: 0, 3: 0, 4: 9, 5: 9}
+    look.state.slot_of[4] = 15  # a slice of expert 2 is kept: what is left of it comes first
+    assert look(2, 5) == {4: 0, 5: 0, 10: 9, 11: 9}
+
+
 def steps(n_tokens: int, n_used: int, n_expert: int) -> Iterator[torch.Tensor]:
     """Ids of which some come often."""
     generator = np.random.default_rng(n_tokens + n_expert)
@@ -119,25 +142,25 @@ def steps(n_tokens: int, n_used: int, n_expert: int) -> Iterator[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("n_tokens", "n_used", "n_expert", "n_slots"),
-    [(1, 8, 128, 20), (3, 4, 20, 12), (16, 8, 40, 9), (1, 1, 5, 1), (2, 4, 70, 70)],
+    ("n_tokens", "n_used", "n_expert", "n_slots", "n_slices"),
+    [(1, 8, 128, 20, 1), (3, 4, 20, 12, 2), (16, 8, 40, 9, 1), (1, 1, 5, 1, 1), (2, 4, 70, 70, 2), (1, 8, 128, 64, 2)],
 )
 @pytest.mark.parametrize("shares", [[(0, 1)], SHARES, [(2, 1), (3, 1000)], [(2, 0), (1, 2)]])
 def test_triton_looks_up_the_same(
-    n_tokens: int, n_used: int, n_expert: int, n_slots: int, shares: list[tuple[int, int]]
+    n_tokens: int, n_used: int, n_expert: int, n_slots: int, n_slices: int, shares: list[tuple[int, int]]
 ) -> None:
-    wanted = Looks(n_expert, n_slots, shares)
-    state = empty_on_device(n_expert, n_slots)
-    who = torch.zeros(n_expert, dtype=torch.int32, device=DEVICE)
+    wanted = Looks(n_expert, n_slots, shares, n_slices)
+    state = empty_on_device(n_expert, n_slots, n_slices)
+    who = torch.zeros(n_expert * n_slices, dtype=torch.int32, device=DEVICE)
     tally = torch.zeros(11, dtype=torch.int64, device=DEVICE)
     for ids in steps(n_tokens, n_used, n_expert):
-        ref.OPS.look_up(ids, shares, wanted.who, wanted.tally, wanted.state)
+        ref.OPS.look_up(ids, shares, wanted.who, wanted.tally, wanted.state, 3)
 
-        expert_cache.look_up(ids.to(DEVICE), shares, who, tally, state)
+        expert_cache.look_up(ids.to(DEVICE), shares, who, tally, state, 3)
 
         assert torch.equal(who.cpu(), wanted.who)
         assert tally.tolist() == wanted.tally.tolist()
-        for got, known in zip(state[1:], wanted.state[1:], strict=True):
+        for got, known in zip(state[2:], wanted.state[2:], strict=True):
             assert torch.equal(got.cpu(), known)
 
 

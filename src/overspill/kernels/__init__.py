@@ -205,14 +205,15 @@ class Fetch(Protocol):
 
 
 class CacheState(NamedTuple):
-    """What is known of a layer's experts that lie in slots on its device; int32 `[E]` each, all -1 at first.
+    """What is known of a layer's experts, or of their slices (see `ExpertWeights`), that lie in slots on its device.
 
-    slot_of: the slot of each expert, -1: it has none. heat: how often it was named, old uses counting less. fills: of
-    those to be fetched in this step the slot, else -1. rest: the owner's number for those it computes that no slot is
-    left for, else -1.
+    All but the first two int32 `[E n_slices]`, and -1 at first. slot_of: the slot of each, -1: it has none. heat: how
+    often it was named, old uses counting less. fills: of those to be fetched in this step the slot, else -1. rest: the
+    owner's number for those it computes that no slot is left for, else -1.
     """
 
     n_slots: int
+    n_slices: int
     slot_of: torch.Tensor
     heat: torch.Tensor
     fills: torch.Tensor
@@ -220,14 +221,21 @@ class CacheState(NamedTuple):
 
 
 class LookUp(Protocol):
-    """`Divide` where the owner, the first party, has experts in slots: they are its own. The others are shared out, the
+    """`Divide` where the owner, the first party, has slices in slots: they are its own. The others are shared out, the
     hottest, and one at least, to the owner.
 
     What the owner fetches replaces what is coldest and not named in this step; its slots are valid after `Fill`.
+    whole: a party, the last one, that gets all slices of an expert or none. The tally counts slices.
     """
 
     def __call__(
-        self, ids: torch.Tensor, shares: Shares, who: torch.Tensor, tally: torch.Tensor, state: CacheState
+        self,
+        ids: torch.Tensor,
+        shares: Shares,
+        who: torch.Tensor,
+        tally: torch.Tensor,
+        state: CacheState,
+        whole: int | None = None,
     ) -> None: ...
 
 

@@ -22,23 +22,42 @@ HEAT_DECAY: Final = 7
 everywhere."""
 
 
-def look_up(ids: torch.Tensor, shares: Shares, who: torch.Tensor, tally: torch.Tensor, state: CacheState) -> None:
+def look_up(
+    ids: torch.Tensor,
+    shares: Shares,
+    who: torch.Tensor,
+    tally: torch.Tensor,
+    state: CacheState,
+    whole: int | None = None,
+) -> None:
     """`kernels.LookUp`."""
-    named = torch.bincount(ids.long().flatten(), minlength=len(who))
+    S = state.n_slices
+    named = torch.bincount(ids.long().flatten(), minlength=len(who) // S).repeat_interleave(S)
     state.heat.sub_((state.heat + (1 << HEAT_DECAY) - 1) >> HEAT_DECAY).add_(named.int() * HEAT_OF_USE)
     heat, slot_of = state.heat.tolist(), state.slot_of.tolist()
     chosen = torch.nonzero(named)[:, 0].tolist()
     hits = [e for e in chosen if slot_of[e] >= 0]
-    missing = sorted((e for e in chosen if slot_of[e] < 0), key=lambda e: (-heat[e], e))
+    is_whole = [max(slot_of[e // S * S : e // S * S + S]) < 0 for e in range(len(who))]
+    # Rests of experts first, so that those who take whole ones find them at the end.
+    missing = sorted((e for e in chosen if slot_of[e] < 0), key=lambda e: (is_whole[e], -heat[e], e))
     who.fill_(-1)
     who[hits] = shares[0][0]
-    tally[0] += len(hits) * MAX_SLICES
-    cuts = [-(-b * len(missing) // PARTS_OF_ONE) for b in bounds(shares)]
-    cuts[1:] = [max(cut, min(1, len(missing))) for cut in cuts[1:]]
+    tally[0] += len(hits) * (MAX_SLICES // S)
+    cuts = _cuts(shares, len(missing), sum(is_whole[e] for e in missing), S, whole)
     for (party, _), first, last in zip(shares, cuts, cuts[1:], strict=False):
         who[missing[first:last]] = party
-        tally[1 + party] += (last - first) * MAX_SLICES
+        tally[1 + party] += (last - first) * (MAX_SLICES // S)
     _replace(missing[: cuts[1]], set(chosen), shares[0][0], state)
+
+
+def _cuts(shares: Shares, n: int, n_whole: int, n_slices: int, whole: int | None) -> list[int]:
+    """Where each party's part of n missing slices begins, and n. n_whole: of experts of which all are missing."""
+    cuts = [-(-b * n // PARTS_OF_ONE) for b in bounds(shares)]
+    cuts[1:] = [max(cut, min(1, n)) for cut in cuts[1:]]
+    if len(shares) > 1 and shares[-1][0] == whole:
+        n_experts = min((n - cuts[-2] + n_slices // 2) // n_slices, n_whole // n_slices, max(0, n - 1) // n_slices)
+        cuts[-2] = n - n_experts * n_slices
+    return cuts
 
 
 def _replace(fetched: list[int], chosen: set[int], owner: int, state: CacheState) -> None:

@@ -236,7 +236,7 @@ class Work:
     def _kept(self, i_layer: int) -> tuple[torch.Tensor, CacheState]:
         """The slots of a layer's cache, and what is in them."""
         slots, state = self._memory["cache", i_layer]
-        return slots.tensor, CacheState(self._host_experts[i_layer].n_in(slots.n_bytes), *state.tensor)
+        return slots.tensor, CacheState(self._host_experts[i_layer].n_in(slots.n_bytes), 1, *state.tensor)
 
     def _share(self, action: Action, ubatch: Ubatch) -> Callable[[], None]:
         """A party's experts: the owner adds them to the hidden states, the others to what they send back."""

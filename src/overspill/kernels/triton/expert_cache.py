@@ -20,20 +20,27 @@ _TILE = 8192
 def _look_up(
     ids, table, who, tally, slot_of, heat, fills, rest, keys, given, n_pairs,
     E: tl.constexpr, BLOCK_E: tl.constexpr, PARTIES: tl.constexpr, ONE: tl.constexpr, PAIRS: tl.constexpr,
-    SLOTS: tl.constexpr, UNIT: tl.constexpr, DECAY: tl.constexpr, USE: tl.constexpr, CHUNK: tl.constexpr,
+    LAST_IS_WHOLE: tl.constexpr, SLOTS: tl.constexpr, SLICES: tl.constexpr, UNIT: tl.constexpr, DECAY: tl.constexpr,
+    USE: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """table: see `spread._divide`. keys, given: scratch `[BLOCK_E]`, by which experts see each other."""
+    """E: slices of all experts. table: see `spread._divide`. keys, given: scratch `[BLOCK_E]`, by which they see each
+    other."""
     experts = tl.arange(0, BLOCK_E)
     is_there = experts < E
-    named = count_ids(ids, experts, n_pairs, PAIRS)
+    named = count_ids(ids, experts // SLICES, n_pairs, PAIRS)
     slots = tl.load(slot_of + experts, mask=is_there, other=-1)
     warm = tl.load(heat + experts, mask=is_there, other=0)
     warm += named * USE - ((warm + (1 << DECAY) - 1) >> DECAY)
     is_hit = (named > 0) & (slots >= 0)
     is_missing = (named > 0) & (slots < 0) & is_there
     is_idle = (named == 0) & (slots >= 0)
-    # Of missing experts the hottest has the largest key, of idle ones the coldest; the former are above 0.
-    rank = warm.to(tl.int64) * BLOCK_E
+    is_whole = is_missing
+    for i in tl.static_range(SLICES):
+        others = tl.load(slot_of + experts // SLICES * SLICES + i, mask=is_there, other=-1)
+        is_whole = is_whole & (others < 0)
+    # Of missing ones the hottest has the largest key (rests of experts before others), of idle ones the coldest; the
+    # former are above 0.
+    rank = warm.to(tl.int64) * BLOCK_E + tl.where(is_missing & (is_whole == 0), 1 << 40, 0).to(tl.int64)
     key = tl.where(is_missing, rank + BLOCK_E - experts, tl.where(is_idle, -(rank + experts + 1), 0))
     tl.store(keys + experts, key)
     tl.debug_barrier()
@@ -51,6 +58,10 @@ def _look_up(
         begins = (tl.load(table + i) * n_missing + ONE - 1) // ONE
         if i > 0:
             begins = tl.maximum(begins, 1)
+        if LAST_IS_WHOLE and i == PARTIES - 1:
+            n_whole = tl.sum(is_whole.to(tl.int32)) // SLICES
+            n_experts = tl.minimum((n_missing - begins + SLICES // 2) // SLICES, n_whole)
+            begins = n_missing - tl.minimum(n_experts, tl.maximum(n_missing - 1, 0) // SLICES) * SLICES
         party = tl.where(is_missing & (place >= begins), tl.load(table + PARTIES + i), party)
     count_parties(party, table, tally, PARTIES, UNIT)
     tl.store(tally, tl.load(tally) + n_hits * UNIT)
@@ -73,11 +84,21 @@ def _look_up(
 _look_up_kernel = Kernel(_look_up)
 
 
-def look_up(ids: torch.Tensor, shares: Shares, who: torch.Tensor, tally: torch.Tensor, state: CacheState) -> None:
+def look_up(
+    ids: torch.Tensor,
+    shares: Shares,
+    who: torch.Tensor,
+    tally: torch.Tensor,
+    state: CacheState,
+    whole: int | None = None,
+) -> None:
     """`kernels.LookUp`."""
-    E, BLOCK_E = len(who), block_of(len(who))
+    E, BLOCK_E, n_parties = len(who), block_of(len(who)), len(shares)
     keys = torch.empty(BLOCK_E, dtype=torch.int64, device=ids.device)
     given = torch.empty(BLOCK_E, dtype=torch.int32, device=ids.device)
-    args = (ids.contiguous(), table_of(tuple(shares), ids.device), who, tally, *state[1:], keys, given, ids.numel())
-    sizes = (E, BLOCK_E, len(shares), PARTS_OF_ONE, PAIRS, state.n_slots, MAX_SLICES)
-    _look_up_kernel((1,), args, (*sizes, HEAT_DECAY, HEAT_OF_USE, min(BLOCK_E, _TILE // BLOCK_E)), Tuning(n_warps=8))
+    args = (ids.contiguous(), table_of(tuple(shares), ids.device), who, tally, *state[2:], keys, given, ids.numel())
+    last_is_whole = n_parties > 1 and shares[-1][0] == whole
+    sizes = (E, BLOCK_E, n_parties, PARTS_OF_ONE, PAIRS, last_is_whole, state.n_slots, state.n_slices)
+    unit = MAX_SLICES // state.n_slices
+    chunk = min(BLOCK_E, _TILE // BLOCK_E)
+    _look_up_kernel((1,), args, (*sizes, unit, HEAT_DECAY, HEAT_OF_USE, chunk), Tuning(n_warps=8))
