@@ -36,8 +36,8 @@ def _look_up(
     is_idle = (named == 0) & (slots >= 0)
     is_whole = is_missing
     for i in tl.static_range(SLICES):
-        others = tl.load(slot_of + experts // SLICES * SLICES + i, mask=is_there, other=-1)
-        is_whole = is_whole & (others < 0)
+        slice_slots = tl.load(slot_of + experts // SLICES * SLICES + i, mask=is_there, other=-1)
+        is_whole = is_whole & (slice_slots < 0)
     # Of missing ones the hottest has the largest key (rests of experts before others), of idle ones the coldest; the
     # former are above 0.
     rank = warm.to(tl.int64) * BLOCK_E + tl.where(is_missing & (is_whole == 0), 1 << 40, 0).to(tl.int64)
