@@ -78,6 +78,7 @@ class Shape:
     embeds: bool = False
     widens: bool = False
     n_cached: int = 0
+    n_slices: int = 1
 
     def device_of(self, i_layer: int) -> int:
         """Where the layer computes; `n_devices` is the host."""
@@ -177,7 +178,7 @@ class Pipe:
         """A schedule that uses the staging slots there are."""
         shape = self.shape
         shares, n_cached = shares_of(shape.n_devices), (shape.n_cached,) * shape.n_devices
-        return WaveSchedule(order, policy, shape.n_staging, shape.widens, shares, n_cached)
+        return WaveSchedule(order, policy, shape.n_staging, shape.widens, shares, n_cached, shape.n_slices)
 
     @property
     def log(self) -> list[Entry]:

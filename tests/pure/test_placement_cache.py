@@ -36,7 +36,7 @@ def test_it_is_counted_and_fits(moe_cache_mib: str, free_gib: tuple[float, ...])
     budgets = made.placement.budgets[:-1]
     for i, budget in enumerate(budgets):
         layers = made.placement.layers_of(i)
-        assert budget.cache_bytes == sum(made.cache_bytes[l] + 16 * N_EXPERT for l in layers)
+        assert budget.cache_bytes == sum(made.cache_bytes[l] + 32 * N_EXPERT for l in layers)
         assert budget.used_bytes <= budget.free_bytes
     if moe_cache_mib != "auto":
         assert sum(b.cache_bytes for b in budgets) <= int(moe_cache_mib) * MIB

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from overspill.kernels import CacheState, Shares
+from overspill.gguf import open_gguf
+from overspill.kernels import CacheState
 from overspill.kernels.spread import bounds, divide, stacks_in
 from overspill.pipeline.schedule import Order, Policy
 from overspill.quant.experts import ExpertVectors, ExpertWeights
 from tests.helpers.pipe import OPS, Shape, cut_waves, pipe, run_all
-from tests.helpers.plain import plain_logits, plain_model
+from tests.helpers.plain import DATA, plain_logits, plain_model
 from tests.helpers.tiny_moe import N_EXPERT, N_USED, tiny_source
 from tests.virtual.test_pipeline_hazards import hazards
 
@@ -53,12 +56,33 @@ def _spoil_and_fill(
     """Slots that are about to be filled, or hold nothing, hold NaN."""
     kept = state.slot_of[(state.slot_of >= 0) & (state.fills < 0)]
     others = sorted({*range(state.n_slots)} - {*kept.tolist()})
-    for stack in stacks_in(memory, source.parts):
+    for stack in stacks_in(memory, source.parts, state.n_slices):
         stack.data[others] = 0xFF
     return OPS.fill(source, state, memory, vectors)
 
 
 SPOILING_OPS = replace(OPS, fill=_spoil_and_fill)
+
+
+@pytest.mark.parametrize("n_cached", [0, 2, 6])
+@pytest.mark.parametrize("n_devices", [1, 2])
+def test_halves_of_experts_add_up(n_devices: int, n_cached: int) -> None:
+    """Of 8 experts, 2 a token; the CPU takes whole ones."""
+    source = open_gguf(DATA / "models" / "qwen3moe.gguf")
+    expected = plain_logits(plain_model(source), IDS, 8)
+    shape = Shape(n_devices, slab_experts=8, n_cached=n_cached, n_slices=2)
+    for chaos_seed in range(2):
+        settings = {"n_ubatch": 2, "n_ubatches": len(SIZES), "n_cells": len(IDS), "chaos_seed": chaos_seed}
+        with pipe(source, shape, ops=SPOILING_OPS, **settings) as p:
+            p.poison()
+            assert p.tally is not None
+            p.tally.reset_host()
+            schedule = p.schedule(Order.BREADTH_FIRST, Policy.SPREAD)
+            logits = [run_all(p, IDS, SIZES, schedule, 2) for _ in range(2)]
+            counts = p.tally.read_host()
+            assert (sum(counts.n_hits.values()) > 0) == (n_cached > 0)
+            assert counts.n_read["virtual:0"] > 0
+        torch.testing.assert_close(torch.cat(logits), expected.repeat(2, 1), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("n_cached", [0, N_USED])
@@ -67,19 +91,12 @@ def test_parties_are_counted(n_cached: int) -> None:
     shape = Shape(2, slab_experts=N_EXPERT, n_cached=n_cached)
     n_named = 0
 
-    def pick_and_count(
-        ids: torch.Tensor, shares: Shares, who: torch.Tensor, tally: torch.Tensor, state: CacheState
-    ) -> None:
+    def count(found: Callable[..., None], ids: torch.Tensor, *args: object) -> None:
         nonlocal n_named
         n_named += len(ids.unique())
-        OPS.look_up(ids, shares, who, tally, state)
+        found(ids, *args)
 
-    def divide_and_count(ids: torch.Tensor, shares: Shares, who: torch.Tensor, tally: torch.Tensor) -> None:
-        nonlocal n_named
-        n_named += len(ids.unique())
-        OPS.divide(ids, shares, who, tally)
-
-    ops = replace(OPS, look_up=pick_and_count, divide=divide_and_count)
+    ops = replace(OPS, look_up=partial(count, OPS.look_up), divide=partial(count, OPS.divide))
     with pipe(tiny_source(), shape, ops=ops, n_ubatch=2, n_ubatches=len(SIZES), n_cells=len(IDS)) as p:
         assert p.tally is not None
         run_all(p, IDS, SIZES, p.schedule(Order.BREADTH_FIRST, Policy.SPREAD), 2)

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 
 from overspill.kernels import CacheState, Shares
-from overspill.kernels.spread import PARTS_OF_ONE, bounds, stacks_in
+from overspill.kernels.spread import PARTS_OF_ONE, bounds, put_slices, stacks_in
 from overspill.quant.experts import MAX_SLICES, ExpertVectors, ExpertWeights
 
 HEAT_OF_USE: Final = 1 << 10
@@ -77,9 +77,7 @@ def _replace(fetched: list[int], chosen: set[int], owner: int, state: CacheState
 
 def fill(source: ExpertWeights, state: CacheState, memory: torch.Tensor, vectors: ExpertVectors) -> ExpertWeights:
     """`kernels.Fill`."""
-    stacks = stacks_in(memory, source.parts)
+    stacks = stacks_in(memory, source.parts, state.n_slices)
     (wanted,) = torch.nonzero(state.fills >= 0, as_tuple=True)
-    slots = state.fills[wanted].long()
-    for stack, part in zip(stacks, source.parts, strict=True):
-        stack.data[slots] = part.data[wanted]
-    return ExpertWeights(*stacks, state.slot_of.numpy(), vectors)
+    put_slices(source, wanted.tolist(), stacks, state.fills[wanted].tolist(), state.n_slices)
+    return ExpertWeights(*stacks, state.slot_of.numpy(), vectors, state.n_slices)

@@ -57,12 +57,19 @@ def fetch(
     mine = torch.nonzero(who == party)[: stacks[0].shape[0], 0]
     slot_of = torch.full_like(who, -1)
     slot_of[mine] = torch.arange(len(mine), dtype=torch.int32)
+    put_slices(source, mine.tolist(), stacks, range(len(mine)), n_slices)
+    return ExpertWeights(*stacks, slot_of.numpy(), vectors, n_slices)
+
+
+def put_slices(
+    source: ExpertWeights, wanted: Sequence[int], stacks: Sequence[QTensor], slots: Sequence[int], n_slices: int
+) -> None:
+    """Copy slices of experts to slots of stacks."""
     for stack, part in zip(stacks, source.parts, strict=True):
         is_down = part is source.down
-        for slot, i in enumerate(mine.tolist()):
+        for slot, i in zip(slots, wanted, strict=True):
             rows = part.data[i // n_slices].unflatten(1 if is_down else 0, (n_slices, -1))
             stack.data[slot] = rows[:, i % n_slices] if is_down else rows[i % n_slices]
-    return ExpertWeights(*stacks, slot_of.numpy(), vectors, n_slices)
 
 
 def stacks_in(room: torch.Tensor, parts: Sequence[QTensor], n_slices: int = 1) -> tuple[QTensor, QTensor, QTensor]:

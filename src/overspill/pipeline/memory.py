@@ -203,7 +203,9 @@ class Memory:
     def _add_cache(self, i_layer: int, i_device: int, n_bytes: int) -> None:
         """Slots of experts that the device keeps, and what is known of them (see `kernels.CacheState`)."""
         slots = self._new(i_device, (n_bytes,), torch.uint8, MemoryKind.CACHE, f"cache.{i_layer}")
-        state = self._new(i_device, (4, self._hp.n_expert), torch.int32, MemoryKind.CACHE, f"cached.{i_layer}")
+        state = self._new(
+            i_device, (4, self._hp.n_expert * MAX_SLICES), torch.int32, MemoryKind.CACHE, f"cached.{i_layer}"
+        )
         self._buffers["cache", i_layer] = (slots, state)
 
     def _add_tiles(self, source: int, target: int) -> None:

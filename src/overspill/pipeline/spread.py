@@ -34,7 +34,9 @@ def spread(
     spreads_alone: see `KernelNeeds`.
     """
     owners, n_met = owners_of(layout), n_experts_met(shape.n_expert, shape.n_expert_used, n_tokens)
-    n_slices = shape.n_expert_slices if n_met <= _FEW_EXPERTS and not any(schedule.n_cached) else 1
+    # What devices keep was cut once and for all; beside one link alone there is nobody to give a half to.
+    has_few = len(owners) > 1 and not spreads_alone if any(schedule.n_cached) else n_met <= _FEW_EXPERTS
+    n_slices = shape.n_expert_slices if has_few else 1
     shares: list[Shares] = []
     for owner in range(layout.n_accelerators):
         others = () if spreads_alone else tuple(p for p in owners if p != owner)

@@ -178,7 +178,8 @@ class _Cpu:
         share = HostShare(told, answer, n_tokens, self._party, torch.float32)
         # The contract of a model is all that a share asks for.
         model, ops = self._setting.experts, self._setting.host_ops
-        if share.prepare(model, pick.layer, layer, ops):  # type: ignore[arg-type]
+        action = Action(Verb.SHARE, StreamId(self._party, Lane.COMPUTE), (), (), layer=pick.layer)
+        if share.prepare(model, action, layer, ops):  # type: ignore[arg-type]
             return share
         weights = layer.of_party(who, self._party)
         return partial(model.experts, pick.layer, torch.zeros_like(normed), Routing(normed, ids, mix), weights, ops)

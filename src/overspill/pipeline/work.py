@@ -222,7 +222,7 @@ class Work:
             tally = self._one(("tally", action.device)).tensor[layer]
             ids, who = self._routing(action, ubatch).ids, self._who(action)
             if keeps:
-                ops.look_up(ids, action.shares, who, tally, self._kept(layer)[1])
+                ops.look_up(ids, action.shares, who, tally, self._kept(action)[1], self._layout.host)
             else:
                 ops.divide(ids, action.shares, who, tally, action.n_slices, self._layout.host)
 
@@ -233,10 +233,12 @@ class Work:
         who = self._one(("who", action.device, action.ubatch)).tensor[0]
         return who[: self._host_experts[action.layer].n_experts * action.n_slices]
 
-    def _kept(self, i_layer: int) -> tuple[torch.Tensor, CacheState]:
+    def _kept(self, action: Action) -> tuple[torch.Tensor, CacheState]:
         """The slots of a layer's cache, and what is in them."""
-        slots, state = self._memory["cache", i_layer]
-        return slots.tensor, CacheState(self._host_experts[i_layer].n_in(slots.n_bytes), 1, *state.tensor)
+        slots, state = self._memory["cache", action.layer]
+        experts, n_slices = self._host_experts[action.layer], action.n_slices
+        known = state.tensor[:, : experts.n_experts * n_slices]
+        return slots.tensor, CacheState(experts.n_in(slots.n_bytes) * n_slices, n_slices, *known)
 
     def _share(self, action: Action, ubatch: Ubatch) -> Callable[[], None]:
         """A party's experts: the owner adds them to the hidden states, the others to what they send back."""
@@ -269,9 +271,10 @@ class Work:
     def _cached(self, action: Action, ubatch: Ubatch, ops: Ops) -> list[ExpertWeights]:
         """What lies in the owner's slots now, and, where they may be too few for a step, what found none."""
         source, vectors = self._host_experts[action.layer].in_place(), self._model.expert_vectors(action.layer)
-        slots, state = self._kept(action.layer)
+        slots, state = self._kept(action)
         kept = ops.fill(source, state, slots, vectors)
-        most = min(self._model.hparams.n_expert, ubatch.n_tokens * self._model.hparams.n_expert_used)
+        hp = self._model.hparams
+        most = min(hp.n_expert, ubatch.n_tokens * hp.n_expert_used) * state.n_slices
         return [kept] if most <= state.n_slots else [kept, self._brought(action, ops, state.rest)]
 
     def _add(self, action: Action, ubatch: Ubatch) -> Callable[[], None]:

@@ -16,8 +16,8 @@ from overspill.placement.machine import Machine
 from overspill.placement.plan import Placement, capacities
 from overspill.placement.shape import ModelShape, Role
 
-_STATE_BYTES = 4 * 4
-"""Of each expert of a layer: four numbers say what is in the slots."""
+_STATE_BYTES = 2 * 4 * 4
+"""Of each expert of a layer: four numbers for each of two slices say what is in the slots."""
 
 
 def kept_bytes(options: Options, placement: Placement) -> list[int]:

@@ -159,9 +159,9 @@ def fetch(
 
 def fill(source: ExpertWeights, state: CacheState, memory: torch.Tensor, vectors: ExpertVectors) -> ExpertWeights:
     """`kernels.Fill`; host memory must be pinned."""
-    stacks = stacks_in(memory, source.parts)
+    stacks = stacks_in(memory, source.parts, state.n_slices)
     _move_experts(source, stacks, state.fills, None, 0)
-    return ExpertWeights(*stacks, state.slot_of, vectors)
+    return ExpertWeights(*stacks, state.slot_of, vectors, state.n_slices)
 
 
 def _move_experts(
