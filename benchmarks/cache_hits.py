@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from overspill.kernels import CacheState
 from overspill.kernels.expert_cache import look_up
+from overspill.kernels.sharing import CacheState
 from overspill.models.drawn import draw, exponent_of
 
 N_WARM, N_STEPS = 64, 640

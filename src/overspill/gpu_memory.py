@@ -11,6 +11,9 @@ DEFAULT_WEIGHT_BYTES = 512 << 20
 MAX_SPREAD_TOKENS = 16
 """Most tokens whose experts are shared out without the host: as many as the kernels for few tokens take."""
 
+MAX_SLICES = 2
+"""Slices of an expert, when few experts are shared out among several parties."""
+
 DENSE_PART_BYTES = 64 << 20
 """The same for a dense matrix, such as the head."""
 

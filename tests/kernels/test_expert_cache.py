@@ -12,7 +12,8 @@ import torch
 from tests.helpers.triton_device import DEVICE
 
 from overspill.gguf.types import TensorType
-from overspill.kernels import CacheState, ref
+from overspill.kernels import ref
+from overspill.kernels.sharing import CacheState
 from overspill.kernels.triton import expert_cache, spread
 from overspill.quant.experts import NO_VECTORS, ExpertWeights
 from overspill.quant.qtensor import QTensor

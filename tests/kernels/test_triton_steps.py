@@ -109,7 +109,7 @@ def test_mail_arrives_whole() -> None:
 
 @pytest.mark.parametrize("n_terms", [1, 3, 4, 9])
 def test_mail_is_added_in_order(n_terms: int) -> None:
-    from overspill.kernels import Term
+    from overspill.kernels.sharing import Term
     from overspill.kernels.triton.mail import add_mail
 
     numbers = [_random(3, 701, seed=i) * 10.0**i for i in range(n_terms)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from overspill.gguf import open_gguf
-from overspill.kernels import CacheState
+from overspill.kernels.sharing import CacheState
 from overspill.kernels.spread import bounds, divide, stacks_in
 from overspill.pipeline.schedule import Order, Policy
 from overspill.quant.experts import ExpertVectors, ExpertWeights

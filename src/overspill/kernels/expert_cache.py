@@ -12,9 +12,10 @@ from typing import Final
 
 import torch
 
-from overspill.kernels import CacheState, Shares
+from overspill.gpu_memory import MAX_SLICES
+from overspill.kernels.sharing import CacheState, Shares
 from overspill.kernels.spread import PARTS_OF_ONE, bounds, put_slices, stacks_in
-from overspill.quant.experts import MAX_SLICES, ExpertVectors, ExpertWeights
+from overspill.quant.experts import ExpertVectors, ExpertWeights
 
 HEAT_OF_USE: Final = 1 << 10
 HEAT_DECAY: Final = 7

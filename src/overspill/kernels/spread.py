@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 import torch
 
-from overspill.kernels import Shares
-from overspill.quant.experts import MAX_SLICES, ExpertVectors, ExpertWeights
+from overspill.gpu_memory import MAX_SLICES
+from overspill.kernels.sharing import Shares
+from overspill.quant.experts import ExpertVectors, ExpertWeights
 from overspill.quant.qtensor import QTensor
 
 PARTS_OF_ONE = 1024

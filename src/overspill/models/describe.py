@@ -8,9 +8,9 @@ from math import prod
 from overspill.cache.cells import CellType
 from overspill.gguf.tensors import TensorInfo
 from overspill.gguf.types import TensorType
+from overspill.gpu_memory import MAX_SLICES
 from overspill.models.specs.base import HParams, TensorSpec
 from overspill.placement.shape import ModelShape, Role, role_of, sized_tensors
-from overspill.quant.experts import MAX_SLICES
 
 _SLICE_VALUES = 32  # what every kernel can read, of any type
 

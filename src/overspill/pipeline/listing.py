@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from overspill.kernels import Mail, Ops, Term
+from overspill.kernels import Ops
+from overspill.kernels.sharing import Mail, Term
 from overspill.pipeline.ledger import Resource
 from overspill.pipeline.letters import Letter
 from overspill.pipeline.memory import Memory

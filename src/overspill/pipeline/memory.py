@@ -14,12 +14,12 @@ import torch
 
 from overspill.cache.cells import CellType, KvShape
 from overspill.device.base import Buffer, Devices, MemoryKind
+from overspill.gpu_memory import MAX_SLICES
 from overspill.models.base import HParams
 from overspill.pipeline.history import TokenHistory
 from overspill.pipeline.ledger import Resource
 from overspill.pipeline.split import N_TILES, Layout, detours
 from overspill.placement.budget import N_LOGIT_BUFFERS, N_LOGIT_ROWS, StagingPlan
-from overspill.quant.experts import MAX_SLICES
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ import torch
 
 from overspill.device.base import Buffer, Devices, Event
 from overspill.device.lane import Lane
+from overspill.gpu_memory import MAX_SLICES
 from overspill.pipeline.memory import Memory
 from overspill.pipeline.split import Layout
 from overspill.pipeline.upload import HostExperts
-from overspill.quant.experts import MAX_SLICES
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ import torch
 from overspill.cache.cells import Segment
 from overspill.cache.kv import KvCache
 from overspill.device.base import Buffer, Stream
-from overspill.kernels import CacheState, Ops
+from overspill.kernels import Ops
+from overspill.kernels.sharing import CacheState
 from overspill.models.base import HParams, Model, Routing, UbatchView, forward_layer
 from overspill.pipeline.ledger import Resource
 from overspill.pipeline.memory import Memory

@@ -22,8 +22,6 @@ UP: Final = 1
 DOWN: Final = 2
 Vectors = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 _NO_VECTORS: Vectors = (None, None, None)
-MAX_SLICES: Final = 2
-"""Of an expert, when few experts are shared out among several parties."""
 NO_LIMIT: Final = float(np.finfo(np.float32).max)
 
 

@@ -13,7 +13,8 @@ from functools import cache, partial
 
 import torch
 
-from overspill.kernels import Mail, Ops, Steps
+from overspill.kernels import Ops, Steps
+from overspill.kernels.sharing import Mail
 from overspill.kernels.triton.attention import AttentionOp
 from overspill.kernels.triton.chooser import AttentionChooser, Heads
 from overspill.kernels.triton.delta import delta_steps

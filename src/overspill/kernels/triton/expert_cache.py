@@ -6,12 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
-from overspill.kernels import CacheState, Shares
+from overspill.gpu_memory import MAX_SLICES
 from overspill.kernels.expert_cache import HEAT_DECAY, HEAT_OF_USE
+from overspill.kernels.sharing import CacheState, Shares
 from overspill.kernels.spread import PARTS_OF_ONE
 from overspill.kernels.triton.launch import Kernel, Tuning
 from overspill.kernels.triton.spread import PAIRS, block_of, count_ids, count_parties, table_of
-from overspill.quant.experts import MAX_SLICES
 
 _TILE = 8192
 

@@ -17,8 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from overspill.kernels import Term
 from overspill.kernels.mail import ALIGNMENT, MAX_PARTS, PIECE, n_pieces
+from overspill.kernels.sharing import Term
 from overspill.kernels.triton.launch import Kernel, Tuning
 
 _TUNING = Tuning(n_warps=8)

@@ -12,10 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
-from overspill.kernels import CacheState, Shares
+from overspill.gpu_memory import MAX_SLICES
+from overspill.kernels.sharing import CacheState, Shares
 from overspill.kernels.spread import PARTS_OF_ONE, bounds, stacks_in
 from overspill.kernels.triton.launch import Kernel, Tuning, cdiv, power_of_two
-from overspill.quant.experts import MAX_SLICES, ExpertVectors, ExpertWeights
+from overspill.quant.experts import ExpertVectors, ExpertWeights
 from overspill.quant.qtensor import QTensor
 
 _N_PROGRAMS = 528
