@@ -45,7 +45,7 @@ def _look_up(
     tl.store(keys + experts, key)
     tl.debug_barrier()
     place = tl.zeros([BLOCK_E], tl.int32)
-    for first in range(0, BLOCK_E, CHUNK):
+    for first in tl.static_range(0, BLOCK_E, CHUNK):
         others = tl.load(keys + first + tl.arange(0, CHUNK))
         is_alike = (key[:, None] > 0) | (others[None, :] < 0)
         place += tl.sum(((others[None, :] > key[:, None]) & is_alike).to(tl.int32), axis=1)
@@ -100,5 +100,5 @@ def look_up(
     last_is_whole = n_parties > 1 and shares[-1][0] == whole
     sizes = (E, BLOCK_E, n_parties, PARTS_OF_ONE, PAIRS, last_is_whole, state.n_slots, state.n_slices)
     unit = MAX_SLICES // state.n_slices
-    chunk = min(BLOCK_E, _TILE // BLOCK_E)
-    _look_up_kernel((1,), args, (*sizes, unit, HEAT_DECAY, HEAT_OF_USE, chunk), Tuning(n_warps=8))
+    chunk, tuning = min(BLOCK_E, _TILE // BLOCK_E), Tuning(n_warps=8 if BLOCK_E <= 128 else 16)
+    _look_up_kernel((1,), args, (*sizes, unit, HEAT_DECAY, HEAT_OF_USE, chunk), tuning)
