@@ -26,6 +26,7 @@ from overspill.device.lane import Lane
 from overspill.engine.constraint import Constraint
 from overspill.engine.engine import Engine, EngineStatus, WaveAbandoned
 from overspill.engine.loop import EngineLoop, EventStream
+from overspill.engine.pace import WavePace
 from overspill.engine.params import SamplingParams
 from overspill.engine.request import DoneEvent, Request, Timings, TokenEvent
 from overspill.engine.slots import Move, PrefixReuse
@@ -172,7 +173,7 @@ class LLM:
                 n_states=self.sizes.n_states if self.hparams.has_states else 0,
                 images=self._image_store(),
                 run_moves=self._run_moves,
-                max_wave_ms=self.options.max_wave_ms,
+                pace=self._pace(),
             )
             on_failure.pop_all()
         read_ahead(loaded.in_file, self.devices.host.free_bytes)
@@ -261,6 +262,13 @@ class LLM:
         """Compute a wave below the engine (benchmarks): per ubatch, logits `[n output rows, V]`."""
         with self._running:
             return self.watch.run(wave, lambda: self.runner.run(wave, self._schedule(wave), self._check_wanted))
+
+    def _pace(self) -> WavePace | None:
+        """Of waves that others decode in; None where the user sets no bound."""
+        if (max_ms := self.options.max_wave_ms) is None:
+            return None
+        n_first, n_least = self.plan.beside(max_ms)
+        return WavePace(max_ms, self.plan.placement.n_wave, n_first=n_first, n_least=n_least)
 
     def _image_store(self) -> ImageStore | None:
         """For what slots held; None where the user gives it no memory."""

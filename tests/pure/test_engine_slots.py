@@ -103,7 +103,7 @@ def test_a_request_may_do_without_cells_of_others():
 
 @pytest.mark.parametrize(("fixed_ms", "token_ms"), [(0.0, 1.0), (20.0, 1.0), (90.0, 0.1), (0.0, 0.01)])
 def test_the_pace_settles_within_the_bound(fixed_ms: float, token_ms: float):
-    pace, walls = WavePace(max_ms=100.0, n_wave=4096), []
+    pace, walls = WavePace(max_ms=100.0, n_wave=4096, n_first=4096), []
     for _ in range(60):
         n = pace.n_tokens
         walls.append(fixed_ms + token_ms * n)
@@ -115,13 +115,58 @@ def test_the_pace_settles_within_the_bound(fixed_ms: float, token_ms: float):
 
 
 def test_the_pace_takes_one_token_at_least_and_recovers():
-    pace = WavePace(max_ms=10.0, n_wave=100)
+    pace = WavePace(max_ms=10.0, n_wave=100, n_first=100)
     for _ in range(20):
         pace.note(pace.n_tokens, 1e6)
     assert pace.n_tokens == 1
     for _ in range(60):
         pace.note(pace.n_tokens, 0.1)
     assert pace.n_tokens == 100
+
+
+def test_the_pace_begins_as_predicted_and_stays_where_fewer_tokens_help_nobody():
+    pace = WavePace(max_ms=10.0, n_wave=100, n_first=60, n_least=32)
+    assert pace.n_tokens == 60
+    for _ in range(20):
+        pace.note(pace.n_tokens, 1e6)
+    assert pace.n_tokens == 32
+
+
+@pytest.mark.parametrize("n_wave", [64, 256])
+def test_a_long_prompt_is_cut_within_its_ubatch_beside_a_decoding_sequence(n_wave: int):
+    """Ubatches of 64 tokens, 10 ms each token, a bound of 100 ms: every wave that keeps the talker waiting has 10
+    tokens of the prompt at most, also where a wave has room for one ubatch only, and prompts and talker take turns."""
+    now_s, gaps = 0.0, []
+    sizes = SIZES | {"n_ubatch": 64, "n_wave": n_wave}
+    model = HashModel(**sizes)
+
+    def run_wave(wave: Wave) -> list[torch.Tensor]:
+        nonlocal now_s
+        now_s += 0.01 * wave.n_tokens
+        return model.run_wave(wave)
+
+    pace = WavePace(100.0, n_wave, n_first=10)
+    engine = Engine(run_wave, **sizes, reuse=PrefixReuse.ANY_POINT, pace=pace, clock=lambda: now_s)
+    talker = Request("talker", prompt(1, 4), SamplingParams(temperature=0, max_tokens=80))
+    engine.submit(talker)
+    engine.step()
+    engine.submit(Request("long", prompt(2, 300), GREEDY))
+    last_s = now_s
+    for event in (event for _ in range(60) for event in engine.step()):
+        if isinstance(event, TokenEvent) and event.request_id == "talker":
+            gaps.append(now_s - last_s)
+            last_s = now_s
+    assert len(gaps) >= 25
+    assert max(gaps) <= (0.111 if n_wave > 64 else 0.121)
+    assert sum(w.n_tokens for w in model.waves) > 250
+
+
+@pytest.mark.parametrize("reuse", [PrefixReuse.WHOLE_UBATCHES, PrefixReuse.NONE])
+def test_where_bits_have_to_stay_the_same_ubatches_stay_whole(reuse: PrefixReuse):
+    model = HashModel(**SIZES)
+    engine = Engine(model.run_wave, **SIZES, reuse=reuse, pace=WavePace(1.0, 64, n_first=1))
+    run(engine, Request("a", prompt(1, 4), SamplingParams(temperature=0, max_tokens=40)), Request("b", prompt(2, 40)))
+    assert all(s.first_pos % 4 == 0 for w in model.waves for u in w.ubatches for s in u.segments if s.n_tokens > 1)
 
 
 def test_prompts_beside_decoding_sequences_are_cut_short_and_text_stays_the_same():
@@ -134,7 +179,7 @@ def test_prompts_beside_decoding_sequences_are_cut_short_and_text_stays_the_same
         now_s += 0.01 * wave.n_tokens
         return model.run_wave(wave)
 
-    engine = Engine(run_wave, **SIZES, max_wave_ms=100.0, clock=lambda: now_s)
+    engine = Engine(run_wave, **SIZES, pace=WavePace(100.0, 64, n_first=64), clock=lambda: now_s)
     talker = Request("talker", prompt(1, 4), SamplingParams(temperature=0, max_tokens=60))
     long = Request("long", prompt(2, 300), GREEDY)
     events = run(engine, talker, long)

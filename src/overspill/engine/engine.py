@@ -104,7 +104,7 @@ class Engine:
     [len(output_rows), V] on the host. They are read before the next call, so it may reuse their memory.
     n_ctx_slot: cells a slot has. n_wave: most tokens a wave has. reuse: see `PrefixReuse`. n_states: see
     `Scheduler`. images, run_moves: where slots are saved, and what carries it out; it returns when all is done.
-    max_wave_ms: see `WavePace`; None: unbounded. clock: seconds.
+    pace: of waves that others decode in; None: unbounded. clock: seconds.
     run_wave may raise WaveAbandoned once `is_wave_abandoned`; other errors are the device's.
     failed: what the device said when a wave last failed, else None.
     Raises UserError for sizes that do not fit together.
@@ -123,7 +123,7 @@ class Engine:
         n_states: int = 0,
         images: ImageStore | None = None,
         run_moves: RunMoves = lambda moves: None,
-        max_wave_ms: float | None = None,
+        pace: WavePace | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.failed: str | None = None
@@ -140,7 +140,7 @@ class Engine:
             n_states=n_states,
             images=images,
         )
-        self._pace = None if max_wave_ms is None else WavePace(max_wave_ms, n_wave)
+        self._pace = pace
         self._has_states = n_states > 0
         self._n_waves = self._n_in_waves = 0
         self._in_wave: frozenset[str] = frozenset()
@@ -252,7 +252,8 @@ class Engine:
 
     def _run_paced(self, wave: Wave, sequences: list[Sequence]) -> list[torch.Tensor]:
         n_prompt = wave.n_tokens - sum(s.is_decoding for s in sequences)
-        if self._pace is None or not 0 < n_prompt < wave.n_tokens:
+        has_waiting = any(s is not None and s.is_decoding for s in self._scheduler.in_slots)
+        if self._pace is None or not (n_prompt and has_waiting):
             return self._run_wave(wave)
         started_s = self._clock()
         logits = self._run_wave(wave)

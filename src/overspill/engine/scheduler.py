@@ -5,8 +5,9 @@ then it decodes one token a wave. The rules:
 
 - Prompts are served first come, first served; a wave takes as many ubatches of them as fit into `n_wave` tokens.
 - A wave has at most ceil(n_wave / n_ubatch) ubatches: what its buffers were reserved for.
-- A prompt is always cut at multiples of `n_ubatch` from its own start and shares a ubatch with nobody, so its cells do
-  not depend on its neighbours.
+- A prompt is cut at multiples of `n_ubatch` from its own start and shares a ubatch with nobody, so its cells do not
+  depend on its neighbours. Where bits need not be the same anyway (`PrefixReuse.ANY_POINT`), a bound on the tokens
+  beside decoding sequences cuts a ubatch shorter.
 - A prompt enters the slot that has most of it, if that is worth it, so that other conversations keep theirs.
 - Every decoding sequence gets one row a wave, in ubatches of their own. Where they and the next ubatch of a prompt
   exceed `n_wave`, decoding and prompts take turns, so neither starves.
@@ -21,7 +22,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from itertools import accumulate, islice
+from itertools import islice
 
 from overspill.cache.images import ImageCounts, ImageStore
 from overspill.cache.states import SlotStates
@@ -140,27 +141,27 @@ class Scheduler:
     def next_wave(self, n_beside: int | None = None) -> Wave | None:
         """The next tokens to compute, at most `n_wave`; None if there is nothing to do.
 
-        n_beside: most tokens of prompts in a wave that others decode in, beyond the first ubatch. Wanted rows are the
-        last of each prompt (none where max_tokens is 0) and every decoding row.
+        n_beside: most tokens of prompts in a wave that others decode in, or wait for; at least one ubatch where these
+        are not cut. Wanted rows are the last of each prompt (none where max_tokens is 0) and every decoding row.
         """
         self._admit()
         decoding = [s for s in self._active if s.is_decoding]
         prompts = [s for s in self._active if not s.is_decoding]
-        if decoding and prompts and not self._fit_together(decoding, prompts[0]):
+        most = self._n_wave if n_beside is None or not decoding else n_beside
+        if decoding and prompts and not self._fit_together(decoding, prompts[0], most):
             decoding, prompts = ([], prompts) if self._is_prompt_turn else (decoding, [])
         last = tuple(self._decode_ubatches(decoding))
-        first = list(islice(self._prompt_ubatches(prompts, self._n_wave - len(decoding)), self._n_ubatches - len(last)))
-        if decoding and n_beside is not None:
-            first = first[: max(1, _n_within(first, n_beside))]
-        ubatches = (*first, *last)
+        first = self._prompt_ubatches(prompts, self._n_wave - len(decoding), most)
+        ubatches = (*islice(first, self._n_ubatches - len(last)), *last)
         if self._n_states:
             ubatches = tuple(self._with_states(ubatches))
         return Wave(ubatches) if ubatches else None
 
-    def _fit_together(self, decoding: list[Sequence], prompt: Sequence) -> bool:
+    def _fit_together(self, decoding: list[Sequence], prompt: Sequence, most: int) -> bool:
         """Whether a wave has room for all decoding rows and the next ubatch of a prompt."""
         n_ubatches = -(-len(decoding) // self._n_ubatch) + 1
-        return len(decoding) + self._next_cut(prompt) <= self._n_wave and n_ubatches <= self._n_ubatches
+        n_next = min(self._next_cut(prompt), most) if self._slots.cuts_anywhere else self._next_cut(prompt)
+        return len(decoding) + n_next <= self._n_wave and n_ubatches <= self._n_ubatches
 
     def sequences_in(self, wave: Wave) -> list[Sequence]:
         """The sequences a wave works on, each once."""
@@ -221,16 +222,20 @@ class Scheduler:
         first_pos = sequence.n_done if first_pos is None else first_pos
         return min(self._n_ubatch - first_pos % self._n_ubatch, sequence.n_prompt - first_pos)
 
-    def _prompt_ubatches(self, prompts: list[Sequence], budget: int) -> Iterator[Ubatch]:
+    def _prompt_ubatches(self, prompts: list[Sequence], budget: int, most: int) -> Iterator[Ubatch]:
+        """The next ubatches of prompts, of at most `budget` tokens together, and of `most` if the first allows."""
+        left, is_first = min(budget, most), True
         for sequence in prompts:
             pos = sequence.n_done
             while pos < sequence.n_prompt:
                 n_tokens = self._next_cut(sequence, pos)
-                if n_tokens > budget:
+                if n_tokens > left and not is_first:
                     return
+                n_tokens = min(n_tokens, left) if self._slots.cuts_anywhere else n_tokens
                 yield _prompt_ubatch(sequence, pos, n_tokens)
                 pos += n_tokens
-                budget -= n_tokens
+                left -= n_tokens
+                is_first = False
 
     def _decode_ubatches(self, decoding: list[Sequence]) -> Iterator[Ubatch]:
         for i in range(0, len(decoding), self._n_ubatch):
@@ -264,11 +269,6 @@ def output_slots(wave: Wave) -> list[int]:
         row_slots = [segment.slot for segment in ubatch.segments for _ in range(segment.n_tokens)]
         slots += [row_slots[row] for row in ubatch.output_rows]
     return slots
-
-
-def _n_within(ubatches: Iterable[Ubatch], n_tokens: int) -> int:
-    """How many of the first ubatches have at most so many tokens together."""
-    return sum(total <= n_tokens for total in accumulate(ubatch.n_tokens for ubatch in ubatches))
 
 
 def _prompt_ubatch(sequence: Sequence, pos: int, n_tokens: int) -> Ubatch:

@@ -82,6 +82,11 @@ class Slots:
     def image_counts(self) -> ImageCounts:
         return ImageCounts() if self._images is None else self._images.counts
 
+    @property
+    def cuts_anywhere(self) -> bool:
+        """Whether prompts may be computed in any pieces, because cells need not be the same bits each time."""
+        return self._reuse is PrefixReuse.ANY_POINT
+
     def take_moves(self) -> list[Move]:
         """Copies to make, in order, before any wave that was formed since; told once."""
         moves, self._moves = self._moves, []

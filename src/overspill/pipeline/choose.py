@@ -34,6 +34,7 @@ DEFAULT_IN_FLIGHT = 256
 _MAX_WAVE = 32768
 _MIN_IDS_PER_EXPERT = 16
 _FASTER_THAN_HOST = 10
+_FEWEST_BESIDE, _WORTH = 16, 1.5
 _UBATCHES = (128, 512, 2048, 4096)
 
 Needs = Callable[[int], KernelNeeds]
@@ -133,6 +134,15 @@ class Plan:
         """Simulate a wave."""
         schedule = self.schedule_for(sum(wave.n_tokens))
         return predict(self.shape, self.machine, self.layout, wave, schedule)
+
+    def beside(self, max_ms: float) -> tuple[int, int]:
+        """For waves that others decode in: tokens of prompts that are predicted to take max_ms, and those that take
+        half as long again as the fewest do, below which a wave is not worth its uploads."""
+        n_ubatch, n_wave = self.placement.n_ubatch, self.placement.n_wave
+        sizes = [n for n in (_FEWEST_BESIDE << i for i in range(32)) if n < n_wave] + [n_wave]
+        took = [(n, self.predict(WaveShape.of_prompt(n, n_ubatch)).wave_us) for n in sizes]
+        n_least = max(n for n, us in took if us <= _WORTH * took[0][1])
+        return max([n for n, us in took if us <= 1e3 * max_ms], default=n_least), n_least
 
 
 def _cheapest(plan: Plan, n_tokens: int) -> WaveSchedule:
