@@ -144,9 +144,6 @@ def check(lines: Lines) -> None:
         got = ops.add_linear(y, normed, weights[1])  # type: ignore[misc]
         lines.checked("add_linear", got, y + wanted[1], 5e-3, tokens=n_tokens)
         check_route(lines, x, gain)
-    x, gate, up = normal(1, D), sane(T.Q8_0, F, D), sane(T.Q8_0, F, D)
-    wanted = ref.swiglu(*(x.bfloat16().double() @ dequantize(w).double().T for w in (gate, up)))
-    lines.checked("gate_up", skinny.gate_up(x, gate, up, SILU, dtype=BF16), wanted, 5e-3)
     for type, n_tokens in product(DECODERS, (1, 5)):
         check_experts(lines, (type,) * 3, n_tokens, NO_VECTORS)
     vectors = ExpertVectors((normal(16, 256), normal(16, 256), normal(16, 512)), (normal(16), None, normal(16)))

@@ -17,7 +17,6 @@ from overspill.kernels.triton.launch import Tuning
 from overspill.kernels.triton.tuning import RowTile
 from overspill.kernels.triton.workspace import Workspace
 from overspill.quant.dequant import dequantize
-from overspill.quant.experts import Activation
 from overspill.quant.qtensor import QTensor
 from tests.kernels.weights import random_weight
 
@@ -91,18 +90,6 @@ def test_weights_of_two_types_are_products_of_their_own() -> None:
     assert not skinny.can_multiply(x, weights)
     for got, weight in zip(op.linears(x, weights), weights, strict=True):
         assert_near(got, product(x, weight, torch.float32))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", list(Activation))
-@pytest.mark.parametrize("type", [T.BF16, T.Q8_0, T.MXFP4], ids=lambda t: t.name)
-def test_gate_and_up_of_one_token(type: TensorType, activation: Activation, dtype: torch.dtype) -> None:
-    x, gain = normal(1, 288), normal(288)
-    gate, up = (weight_of(type, 21, 288, seed=seed) for seed in (1, 2))
-    got = skinny.gate_up(x, gate, up, norm.gated(activation, 2.0), dtype=dtype, norm=skinny.Norm(gain, EPS))
-    normed = norm.rms_norm(x, gain, EPS, dtype=dtype)
-    products = (product(normed, weight, dtype) for weight in (gate, up))
-    assert_near(got, ref._activated(*products, activation, 2.0))
 
 
 @pytest.mark.parametrize("type", [T.BF16, T.Q8_0, T.IQ4_XS], ids=lambda t: t.name)

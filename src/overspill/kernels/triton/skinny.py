@@ -3,7 +3,7 @@
 The weight's bytes are nearly all the work, so a program takes few rows of it and there are many programs. One launch
 serves several weights of one type and one input (queries, keys and values), next to each other in the result. One
 token is multiplied and added up row by row (`rows`); more of them, padded to the 16 rows that the smallest matrix
-instruction has, go to the tensor cores. Norm, activation and residual ride along where there is one token.
+instruction has, go to the tensor cores. Norm and residual ride along where there is one token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import triton.language as tl
 from overspill.kernels.triton.decode import DECODERS, table_of
 from overspill.kernels.triton.dequant import PLAIN
 from overspill.kernels.triton.launch import Kernel, cdiv, follow, power_of_two
-from overspill.kernels.triton.norm import Gated
 from overspill.kernels.triton.rows import READERS, can_read
 from overspill.kernels.triton.tuning import MAX_TOKENS, MIN_ROWS, SEVERAL, RowTile, tile_of, token_tile
 from overspill.quant.qtensor import QTensor
@@ -76,30 +75,6 @@ def _token(
 
 
 @triton.jit
-def _gated_token(
-    x, gain, gate, up, table, out, eps,
-    READ: tl.constexpr, DECODE: tl.constexpr, N_PARTS: tl.constexpr, BLOCK_BYTES: tl.constexpr, K: tl.constexpr,
-    ROW_BYTES: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, ROUND: tl.constexpr,
-    ACTIVATE: tl.constexpr, LIMIT: tl.constexpr, IS_CHAINED: tl.constexpr,
-):  # fmt: skip
-    """The first half of a gated feed-forward for one token."""
-    first_row = tl.program_id(0) * ROWS
-    r = tl.arange(0, ROWS)
-    zero = tl.zeros([1], tl.int32)
-    there = tl.minimum(r, N - first_row - 1)
-    at = first_row.to(tl.int64) * ROW_BYTES
-    g = READ(
-        x, zero, gain, eps, gate + at, table, zero, there, K, 1, ROWS, WIDTH, ROUND, DECODE, N_PARTS, BLOCK_BYTES,
-        IS_CHAINED
-    )  # fmt: skip
-    u = READ(
-        x, zero, gain, eps, up + at, table, zero, there, K, 1, ROWS, WIDTH, ROUND, DECODE, N_PARTS, BLOCK_BYTES, False
-    )
-    values = tl.reshape(ACTIVATE(g, u, LIMIT), [ROWS])
-    tl.store(out + first_row + r, values.to(out.dtype.element_ty), mask=first_row + r < N)
-
-
-@triton.jit
 def _plain_tile(src, table, row, first, K: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, DECODE: tl.constexpr,
                 N_PARTS: tl.constexpr):  # fmt: skip
     """Columns first ... of rows `row [ROWS]` of numbers that need no decoding; DECODE: their dtype."""
@@ -154,7 +129,6 @@ def _several(
 
 
 _token_kernel = Kernel(_token, may_chain=True)
-_gated_kernel = Kernel(_gated_token, may_chain=True)
 _several_kernel = Kernel(_several, may_chain=True)
 
 
@@ -229,27 +203,6 @@ def _multiply_token(
     args = (x, gain, *parts, table_of(DECODERS[type], x.device), _like(y), out, eps)
     sums = (K, weights[0].data.shape[1], *_three(sizes, 0), tile.n_rows, tile.width_for(K), _TL[dtype])
     _token_kernel((sum(cdiv(n, tile.n_rows) for n in sizes),), args, (*READERS[weights[0].type], *sums), tile.tuning)
-
-
-def gate_up(
-    x: torch.Tensor,
-    gate: QTensor,
-    up: QTensor,
-    activate: Gated,
-    *,
-    dtype: torch.dtype,
-    norm: Norm | None = None,
-    tile: RowTile | None = None,
-) -> torch.Tensor:
-    """activate(x gate^T, x up^T) of one token, `[1, N]` of `dtype`, of two weights of one type."""
-    N, K = gate.shape
-    tile = tile or token_tile(gate.type, N)
-    out = torch.empty((1, N), dtype=dtype, device=x.device)
-    gain, eps = norm or (None, 0.0)
-    args = (x.contiguous(), gain, gate.data, up.data, table_of(DECODERS[gate.type], x.device), out, eps)
-    sums = (K, gate.data.shape[1], N, tile.n_rows, tile.width_for(K), _TL[dtype], *activate)
-    _gated_kernel((cdiv(N, tile.n_rows),), args, (*READERS[gate.type], *sums), tile.tuning)
-    return out
 
 
 def _three(items: Sequence[Any], rest: Any) -> tuple[Any, ...]:
