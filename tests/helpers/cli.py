@@ -12,8 +12,14 @@ from unittest.mock import patch
 import pytest
 
 from overspill import cli
+from tests.helpers.plain import DATA
 
 ROOT = Path(__file__).parents[2]
+MODEL = DATA / "models" / "qwen3moe.gguf"
+MACHINE = DATA / "machines" / "two-24gb.json"
+SPILLING = ["-dev", "virtual:2", "-ngl", "all", "-cmoe", "-ub", "16", "-c", "96"]
+HOST_EXPERT_BYTES = 4 * 8 * 3 * 64 * 64 * 4
+Capture = pytest.CaptureFixture[str]
 
 # What the installed script does; then the process tells what it took. (The system's own peak of a child counts the
 # parent it was forked from.)
