@@ -100,7 +100,6 @@ def needs_on(
     n_heads_dim = hp.n_head * hp.head_dim
     experts = (hp.n_expert, hp.n_expert_used, hp.n_ff_exp if hp.n_expert else hp.n_ff)
     logits_bytes = 4 * N_LOGIT_ROWS * hp.n_vocab
-    has_host_free_steps = not hp.has_states and hp.n_before == 0 and hp.x_dim == hp.n_embd
     return lambda n_ubatch: KernelNeeds(
         wide_value_bytes=WIDE_VALUE_BYTES,
         normed_value_bytes=2,
@@ -111,6 +110,6 @@ def needs_on(
         head_bytes=logits_bytes + DENSE_PART_BYTES,
         resident_bytes=DEFAULT_WEIGHT_BYTES if hp.n_expert else 0,
         n_trials=1,
-        n_spread_tokens=MAX_SPREAD_TOKENS if has_host_free_steps else 0,
+        n_spread_tokens=MAX_SPREAD_TOKENS,
         spreads_alone=any(spec.name.endswith(("_exps.bias", "_exps.scale")) for spec in specs),
     )

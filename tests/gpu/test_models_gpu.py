@@ -33,7 +33,7 @@ from tests.models.fixtures import MODELS, Case, fixture
 
 ONE, TWO = "cuda:0", "cuda:0,cuda:1"
 QUANTS = sorted(path for path in (SHARED / "quants").glob("*.gguf"))
-SPREAD = ["gpt-oss", "deepseek_v3", "qwen3next-mtp", "kimi_linear"]
+SPREAD = ["gpt-oss", "deepseek_v3", "qwen3next-mtp", "kimi_linear", "deepseek_v4", "qwen4_exp"]
 NEAR = 1e-3
 SLACK = 3.0
 """How much more than rounding alone the GPU may lose: it rounds in other places, and other near-ties fall."""

@@ -29,6 +29,11 @@ def waves_of(case: Case) -> tuple[list[Wave], list[Wave]]:
     return [Wave((ubatch(piece),)) for piece in prompts], [Wave((step,)) for step in steps]
 
 
+def is_step(wave: Wave) -> bool:
+    """Whether it has one token of each sequence."""
+    return all(segment.n_tokens == 1 for segment in wave.ubatches[0].segments)
+
+
 def decoded(run: Callable[[Wave], list[torch.Tensor]], case: Case) -> torch.Tensor:
     """Logits of all steps, after the prompts."""
     prompts, steps = waves_of(case)

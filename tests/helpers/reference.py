@@ -40,7 +40,7 @@ class Reference:
             routing = model.route(i, x, view)
             if routing is not None:
                 self.chosen[-1].append(set(routing.ids.flatten().tolist()))
-                model.experts(i, x, routing, model.resident_experts(i), model.ops(i))
+                model.experts(i, model.added_to(x), routing, model.resident_experts(i), model.ops(i))
         rows = ubatch.output_rows
         pieces = [list(rows[i : i + self._n_rows]) for i in range(0, len(rows), self._n_rows)]
         return torch.cat([torch.empty(0, model.hparams.n_vocab), *(model.output(x[piece]) for piece in pieces)])

@@ -10,16 +10,11 @@ import torch
 from overspill.cache.cells import Segment
 from overspill.pipeline.schedule import Order, Policy
 from overspill.pipeline.wave import Ubatch, Wave
-from tests.helpers.decoding import N_CELLS, N_SLOTS, N_UBATCH, decoded
 from tests.helpers.pipe import Pipe, Shape, pipe
 from tests.helpers.recorded import STEP_OPS, recording
-from tests.helpers.reference import Reference
 from tests.helpers.tiny_moe import N_EXPERT, N_LAYER, N_USED, tiny_source
-from tests.models.fixtures import MODELS, Case
 
 PROMPTS = [[5, 9, 30, 17, 2], [8, 8, 21], [1, 2, 3, 4, 5, 6, 7]]
-SIZED = {"deepseek_v4", "qwen4_exp"}
-SEVERAL = {"deepseek_v2-lite", "deepseek_v2-qlora", "glm4_moe-air", "mixtral", "qwen3-yarn"}  # others have their layers
 STEPS = [[3, 14, 15], [9, 2, 6], [5, 3, 5], [8, 9, 7]]
 
 
@@ -59,39 +54,6 @@ def test_replayed_steps_give_the_same_bits(n_sequences: int, n_devices: int, hos
     expected = logits_of(shape, policy, n_sequences, has_steps=False, seed=None)
     for seed in range(3):
         assert torch.equal(logits_of(shape, policy, n_sequences, has_steps=True, seed=seed), expected)
-
-
-def replayed(case: Case, n_devices: int, *, has_host_experts: bool) -> torch.Tensor:
-    """Logits of steps after prompts, by replay."""
-    hp = case.model.hparams
-    moe = frozenset(i for i in range(hp.n_layer) if hp.is_moe(i)) if has_host_experts else frozenset[int]()
-    sizes = {"n_ubatch": N_UBATCH, "n_ubatches": 1, "n_cells": N_CELLS, "n_slots": N_SLOTS, "n_trials": 1}
-    with recording(), pipe(case.source, Shape(n_devices, host_layers=moe), ops=STEP_OPS, **sizes) as p:
-        p.poison()
-        schedule = p.schedule(Order.BREADTH_FIRST, Policy.CPU if moe else Policy.ALL)
-        rows = decoded(lambda wave: p.runner.run(wave, schedule), case)
-        assert p.runner._steps is not None
-        assert len(p.runner._steps._programs) == 2
-        p.runner.close()
-        return rows
-
-
-@pytest.mark.parametrize("name", sorted({case.name.removesuffix("-mtp") for case in MODELS} - SEVERAL - SIZED))
-def test_steps_of_every_architecture(name: str) -> None:
-    """On two devices, experts on the host: the bits of the plain model."""
-    case = Case(name)
-    expected = decoded(Reference(case.model, n_slots=N_SLOTS, n_cells=N_CELLS).run, case)
-    assert torch.equal(replayed(case, 2, has_host_experts=True), expected)
-
-
-@pytest.mark.parametrize("name", sorted(SIZED))
-def test_steps_that_look_at_all_there_could_be(name: str) -> None:
-    """Their sums have zeros where those of the plain model end, so bits may differ from its; not from each other."""
-    case = Case(name)
-    expected = decoded(Reference(case.model, n_slots=N_SLOTS, n_cells=N_CELLS).run, case)
-    found = replayed(case, 3, has_host_experts=True)
-    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
-    assert torch.equal(replayed(case, 1, has_host_experts=False), found)
 
 
 @pytest.mark.parametrize("n_sequences", [1, 3])

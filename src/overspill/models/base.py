@@ -1,13 +1,14 @@
 """What every model shares: a layer's weights, and the contract.
 
 A model is tensor functions only; hyper-parameters and tensor lists are data and lie in `models.specs`. The contract is
-five steps, and `pipeline.split` cuts the work at the same names:
+six steps, and `pipeline.split` cuts the work at the same names:
 
     embed(ids, before) -> x    token ids to hidden states
     attend(i, x, cache, view)  attention of layer i, residual included
     route(i, x, view)          the layer's own feed-forward part (dense or shared) added to x, and the routing of the
                                rest: None where the layer has no routed experts
-    experts(i, x, routing, w, ops)  adds the routed experts that `w` holds to x, in place; `ops` because experts in
+    added_to(x) -> y           the part of x that experts are added to, a view
+    experts(i, y, routing, w, ops)  adds the routed experts that `w` holds to y, in place; `ops` because experts in
                                host RAM may be computed elsewhere than their layer
     output(x) -> logits        final norm and head, for the rows that are wanted
 
@@ -120,7 +121,9 @@ class Model(Protocol):
 
     def route(self, i_layer: int, x: torch.Tensor, view: UbatchView) -> Routing | None: ...
 
-    def experts(self, i_layer: int, x: torch.Tensor, routing: Routing, weights: ExpertWeights, ops: Ops) -> None: ...
+    def added_to(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def experts(self, i_layer: int, y: torch.Tensor, routing: Routing, weights: ExpertWeights, ops: Ops) -> None: ...
 
     def resident_experts(self, i_layer: int) -> ExpertWeights: ...
 
@@ -138,7 +141,7 @@ def forward_layer(model: Model, i_layer: int, x: torch.Tensor, cache: KvCache, v
     x = model.attend(i_layer, x, cache, view)
     routing = model.route(i_layer, x, view)
     if routing is not None:
-        model.experts(i_layer, x, routing, model.resident_experts(i_layer), model.ops(i_layer))
+        model.experts(i_layer, model.added_to(x), routing, model.resident_experts(i_layer), model.ops(i_layer))
     return x
 
 

@@ -12,12 +12,10 @@ from typing import NamedTuple
 import torch
 
 from overspill.cache.kv import KvCache
-from overspill.kernels import Ops
 from overspill.models.base import Block, HParams, Routing, UbatchView
 from overspill.models.layers import linear, shared_experts
 from overspill.models.specs.streams import StreamHParams
 from overspill.models.transformer import Transformer
-from overspill.quant.experts import ExpertWeights
 
 
 class Mixed(NamedTuple):
@@ -105,9 +103,9 @@ class StreamModel(Transformer):
         row.streams.copy_(mixed.kept)
         return self.choose(i_layer, mixed.x, view)
 
-    def experts(self, i_layer: int, x: torch.Tensor, routing: Routing, weights: ExpertWeights, ops: Ops) -> None:
-        """Add the experts that `weights` holds to what is pending."""
-        super().experts(i_layer, Row.of(x, self._streams).pending, routing, weights, ops)
+    def added_to(self, x: torch.Tensor) -> torch.Tensor:
+        """What is pending."""
+        return Row.of(x, self._streams).pending
 
     def output(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, X]` -> logits `[T, V]`."""

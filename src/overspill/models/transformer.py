@@ -311,13 +311,17 @@ class Transformer:
         ids, mix = pick_experts(logits, self.hparams.router, block.bias("exp_probs_b"))
         return Routing(normed, ids, mix)
 
-    def experts(self, i_layer: int, x: torch.Tensor, routing: Routing, weights: ExpertWeights, ops: Ops) -> None:
-        """Add the experts that `weights` holds to x, in place, with the kernels of the device that runs this."""
-        of_token = self._experts_of_token(i_layer, weights, ops) if len(x) == 1 else None
+    def added_to(self, x: torch.Tensor) -> torch.Tensor:
+        """What experts are added to: all of the hidden states."""
+        return x
+
+    def experts(self, i_layer: int, y: torch.Tensor, routing: Routing, weights: ExpertWeights, ops: Ops) -> None:
+        """Add the experts that `weights` holds to y, in place, with the kernels of the device that runs this."""
+        of_token = self._experts_of_token(i_layer, weights, ops) if len(y) == 1 else None
         if of_token is not None:
-            of_token(routing.normed, routing.ids, routing.mix, x)
+            of_token(routing.normed, routing.ids, routing.mix, y)
         else:
-            ops.experts(routing.normed, routing.ids, routing.mix, weights, self.activation, x)
+            ops.experts(routing.normed, routing.ids, routing.mix, weights, self.activation, y)
 
     def _experts_of_token(self, i_layer: int, weights: ExpertWeights, ops: Ops) -> TokenExperts | None:
         """Made for experts that a layer has for a second time: those that are staged differ every time."""

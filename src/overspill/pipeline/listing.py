@@ -121,17 +121,27 @@ class Listing:
         self._works[device] += [self._take(device, letter, ubatch) for letter in letters.values()]
 
     def _add(self, action: Action, ubatch: Ubatch) -> None:
-        device, mail = action.device, self._mail_of(action.device)
-        letters = [self._unopened[device].pop(resource, None) for resource in action.reads]
+        """Hidden states that hold more than the sum must lie there, those that are one may be read from their box."""
+        device, mail, is_all = action.device, self._mail_of(action.device), self._work.adds_to_all
+        summed = action.reads if is_all else action.reads[1:]
+        letters = {r: self._unopened[device].pop(r) for r in summed if r in self._unopened[device]}
         self._open_all(device, ubatch)
 
+        def term(resource: Resource) -> Term:
+            letter = letters.get(resource)
+            return Term(letter.box, letter.flags) if letter else Term(self._work.rows(resource, ubatch.n_tokens)[0])
+
         def body() -> None:
-            terms = [
-                Term(letter.box, letter.flags) if letter else Term(self._work.rows(resource, ubatch.n_tokens)[0])
-                for resource, letter in zip(action.reads, letters, strict=True)
-            ]
-            (out,) = self._work.rows_to_write(action.writes[0], ubatch.n_tokens)
-            mail.add(self._number(device, ubatch), out, terms, self._late)
+            terms = [term(resource) for resource in summed]
+            number, x = self._number(device, ubatch), action.writes[0]
+            if is_all:
+                (out,) = self._work.rows_to_write(x, ubatch.n_tokens)
+                mail.add(number, out, terms, self._late)
+            else:
+                part = self._work.added_to(x, ubatch.n_tokens)
+                out = part.contiguous()
+                mail.add(number, out, [Term(out), *terms], self._late)
+                part.copy_(out)
 
         self._works[device].append(body)
 

@@ -64,6 +64,15 @@ class StepWork(Work):
         self._latest.pop(resource, None)
         return super().rows(resource, n_tokens)
 
+    @property
+    def adds_to_all(self) -> bool:
+        """Whether experts are added to all of the hidden states."""
+        return self._model.hparams.x_dim == self._model.hparams.n_embd
+
+    def added_to(self, x: Resource, n_tokens: int) -> torch.Tensor:
+        """What experts are added to of hidden states, which stay where they are."""
+        return self._model.added_to(self.rows(x, n_tokens)[0])
+
     def _keep(self, resource: Resource, found: Sequence[torch.Tensor]) -> None:
         wanted = super().rows(resource, len(found[0]))
         if all(_are_alike(part, rows) for part, rows in zip(found, wanted, strict=True)):

@@ -249,8 +249,7 @@ class Work:
 
         def body() -> None:
             (out,) = self.rows(action.writes[0], ubatch.n_tokens)
-            if action.writes[0][0] == "y":
-                out.zero_()
+            out = out.zero_() if action.writes[0][0] == "y" else self._model.added_to(out)
             found = self._cached(action, ubatch, ops) if keeps else [self._fetched(action, ops)]
             for weights in found:
                 self._model.experts(action.layer, out, self._routing(action, ubatch), weights, ops)
@@ -282,9 +281,9 @@ class Work:
         """What the other parties say, one after the other."""
 
         def body() -> None:
-            x = self._x(action, ubatch)
+            y = self._model.added_to(self._x(action, ubatch))
             for resource in action.reads[1:]:
-                x += self._one(resource).tensor[: ubatch.n_tokens]
+                y += self._one(resource).tensor[: ubatch.n_tokens]
 
         return body
 
@@ -309,8 +308,8 @@ class Work:
         return body
 
     def _add_experts(self, action: Action, ubatch: Ubatch, weights: ExpertWeights, ops: Ops) -> None:
-        x, routing = self._x(action, ubatch), self._routing(action, ubatch)
-        self._model.experts(action.layer, x, routing, weights, ops)
+        y, routing = self._model.added_to(self._x(action, ubatch)), self._routing(action, ubatch)
+        self._model.experts(action.layer, y, routing, weights, ops)
 
     def _output(self, action: Action, ubatch: Ubatch) -> Callable[[], None]:
         rows = self.output_rows(ubatch, action.chunk)

@@ -1,0 +1,56 @@
+"""Decoding by replay, of every architecture: three sequences, past where windows and blocks of keys end."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from overspill.pipeline.schedule import Order, Policy
+from tests.helpers.decoding import N_CELLS, N_SLOTS, N_UBATCH, decoded, is_step
+from tests.helpers.pipe import Shape, pipe
+from tests.helpers.recorded import STEP_OPS, recording
+from tests.helpers.reference import Reference
+from tests.models.fixtures import MODELS, Case
+
+SIZED = {"deepseek_v4", "qwen4_exp"}
+SEVERAL = {"deepseek_v2-lite", "deepseek_v2-qlora", "glm4_moe-air", "mixtral", "qwen3-yarn"}  # others have their layers
+
+
+def replayed(case: Case, n_devices: int, policy: Policy) -> torch.Tensor:
+    """Logits of steps after prompts, by replay; experts in host RAM unless all of them would go up."""
+    hp, is_resident = case.model.hparams, policy is Policy.ALL
+    moe = frozenset(i for i in range(hp.n_layer) if hp.is_moe(i) and not is_resident)
+    sizes = {"n_ubatch": N_UBATCH, "n_ubatches": 1, "n_cells": N_CELLS, "n_slots": N_SLOTS, "n_trials": 1}
+    with recording(), pipe(case.source, Shape(n_devices, host_layers=moe), ops=STEP_OPS, **sizes) as p:
+        p.poison()
+        prompts, steps = p.schedule(Order.BREADTH_FIRST), p.schedule(Order.BREADTH_FIRST, policy)
+        rows = decoded(lambda wave: p.runner.run(wave, steps if is_step(wave) else prompts), case)
+        assert p.runner._steps is not None
+        assert len(p.runner._steps._programs) == 2
+        p.runner.close()
+        return rows
+
+
+@pytest.mark.parametrize("name", sorted({case.name.removesuffix("-mtp") for case in MODELS} - SEVERAL - SIZED))
+def test_steps_of_every_architecture(name: str) -> None:
+    """On two devices, experts on the host: the bits of the plain model."""
+    case = Case(name)
+    expected = decoded(Reference(case.model, n_slots=N_SLOTS, n_cells=N_CELLS).run, case)
+    assert torch.equal(replayed(case, 2, Policy.CPU), expected)
+
+
+@pytest.mark.parametrize("name", sorted(SIZED))
+def test_steps_that_look_at_all_there_could_be(name: str) -> None:
+    """Their sums have zeros where those of the plain model end, so bits may differ from its; not from each other."""
+    case = Case(name)
+    expected = decoded(Reference(case.model, n_slots=N_SLOTS, n_cells=N_CELLS).run, case)
+    found = replayed(case, 3, Policy.CPU)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
+    assert torch.equal(replayed(case, 1, Policy.ALL), found)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v4", "kimi_linear", "qwen3next-mtp", "qwen4_exp"])
+def test_spread_experts_of_layers_with_states_and_streams(name: str) -> None:
+    case = Case(name)
+    expected = decoded(Reference(case.model, n_slots=N_SLOTS, n_cells=N_CELLS).run, case)
+    torch.testing.assert_close(replayed(case, 2, Policy.SPREAD), expected, rtol=0, atol=5 * case.hf)
