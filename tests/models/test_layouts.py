@@ -211,3 +211,11 @@ def test_the_scale_of_a_fused_tensor_is_that_of_its_parts() -> None:
 def test_defects_are_named(edit: Callable[[Edited], Edited], message: str) -> None:
     with pytest.raises(UserError, match=message):
         understand(edit(original("mixtral")))
+
+
+@pytest.mark.parametrize("type", [TensorType.F16, TensorType.BF16])
+def test_routers_of_half_precision_are_multiplied_as_they_are(type: TensorType) -> None:
+    source, name = original("qwen3moe"), "blk.1.ffn_gate_inp.weight"
+    router = torch.from_numpy(source.array(name)).to({TensorType.F16: torch.float16}.get(type, torch.bfloat16))
+    narrow = source.with_blocks(name, type, tuple(router.shape), router.view(torch.uint8).numpy().reshape(-1))
+    assert torch.equal(logits(narrow), logits(source.with_array(name, router.float().numpy())))

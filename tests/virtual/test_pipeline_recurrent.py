@@ -74,7 +74,7 @@ def test_any_ubatch_size_on_three_devices(case: Case, n_ubatch: int) -> None:
     torch.testing.assert_close(logits, torch.from_numpy(case.expected("llamacpp_logits_1")[:n]), rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("case", HYBRIDS, ids=str)
+@pytest.mark.parametrize("case", [*HYBRIDS, Case("qwen35moe")], ids=str)
 def test_a_sequence_goes_on_from_a_kept_state_and_from_no_other(case: Case) -> None:
     """A second prompt with the same first 32 tokens, on the row where the state after them was left."""
     first, second = prompt(case, 48), prompt(case, 32) + prompt(case, 16, 80)
