@@ -21,6 +21,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q -c constraints.txt torch
 	$(PY) -m pip install -q -c constraints.txt -e '.[dev]'
+	$(PY) -c 'import triton' 2>/dev/null || $(PY) -m pip install -q triton==3.6.0  # builds of torch for CPUs bring none
 	touch $@
 
 $(VENV)/.demo: pyproject.toml constraints.txt
