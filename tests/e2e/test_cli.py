@@ -25,6 +25,7 @@ BAD_VALUES = {
     "fit": "maybe",
     "fit_target_mib": "1024,x",
     "fit_ctx": "0",
+    "moe_cache_mib": "some",
     "n_ctx": "-1",
     "n_ubatch": "0",
     "n_wave": "0",
@@ -48,6 +49,7 @@ BAD_VALUES = {
     "host_stage_tile_mib": "0",
     "load_mode": "dream",
     "load_threads": "0",
+    "routing": "zipf",
     "h2d_gbps": "0",
 }
 
