@@ -12,6 +12,7 @@ from overspill.models.check import understand
 from overspill.needs import expert_type, main_weight, needs_on, shape_for
 from overspill.options import Options, options_from
 from overspill.pipeline.choose import Plan, choose
+from overspill.pipeline.schedule import Policy
 from overspill.pipeline.simulate import WaveShape, grid
 from overspill.placement.machine import Machine
 from overspill.placement.report import as_dict, report
@@ -71,7 +72,7 @@ def _shares(plan: Plan) -> dict[str, dict[str, dict[str, int]]]:
             if shares
         }
         for n in _SHOWN_TOKENS
-        if n <= plan.n_spread_tokens
+        if plan.schedule_for(n).policy is Policy.SPREAD
     }
 
 
@@ -106,11 +107,12 @@ def plan_text(made: MadePlan, *, with_grid: bool) -> str:
         f"predicted pp{n_prompt} {plan.predicted_tokens_per_second:,.0f} tokens/s, "
         f"tg {made.decode_per_second:,.1f} tokens/s, {plan.predicted.uploaded_bytes / 2**20:,.0f} MiB up a wave",
     ]
-    for n, by_owner in _shares(plan).items():
+    by_tokens = _shares(plan)
+    for n, by_owner in by_tokens.items():
         (owner, shares), *_ = by_owner.items()
         parts = ", ".join(f"{name} {count}" for name, count in shares.items())
         lines.append(f"shares    {n} token{'s' * (n != '1')}: of a layer of {owner}, experts of {parts}")
-    if plan.n_spread_tokens:
+    if by_tokens:
         lines.append(f"          by rates {plan.party_rates_from}; overspill calibrate measures and keeps them")
     if with_grid:
         lines += ["", grid(plan.layout, plan.schedule, _GRID_UBATCHES)]
