@@ -116,6 +116,7 @@ class LLM:
                 placed.staging,
                 precision,
                 n_spread_tokens=n_spread,
+                n_hybrid_tokens=self.plan.n_hybrid_tokens,
                 n_image_bytes=self.options.n_image_bytes,
                 cache_bytes=self.plan.cache_bytes,
             )
@@ -131,6 +132,7 @@ class LLM:
                 progress=done,
                 mode=LoadMode(self.options.load_mode),
                 n_threads=self.options.load_threads,
+                is_asynchronous=self.options.async_load != "off",
                 widens_dense=widens_dense(machine, self.source, specs),
             )
             if loaded.residence.pageable_bytes:

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 import torch
 
-from overspill.device.backend import BackendStream, bytes_of
+from overspill.device.backend import BackendStream
 from overspill.device.base import Buffer, Devices, Part
 from overspill.device.lane import Lane
 from overspill.device.virtual import VirtualDevice, VirtualHost, VirtualStream
@@ -63,7 +63,7 @@ class BrokenStream(VirtualStream):
 
 
 def _range(buffer: Buffer, offset: int, part: Part) -> torch.Tensor:
-    return bytes_of(buffer)[offset : offset + part.n_bytes]
+    return buffer.raw_bytes()[offset : offset + part.n_bytes]
 
 
 class BrokenDevice(VirtualDevice):

@@ -40,7 +40,7 @@ from overspill.placement.budget import StagingPlan
 
 OPS = replace(ref.OPS, widen=ref.widen)
 DIRECT = Detour()
-EXACT_POLICIES = [policy for policy in Policy if policy is not Policy.SPREAD]
+EXACT_POLICIES = [policy for policy in Policy if policy not in (Policy.SPREAD, Policy.HYBRID)]
 """Those that give the same bits wherever experts are computed; SPREAD adds up the parts of several parties."""
 
 ORDERS_AND_POLICIES = [(order, policy) for order in Order for policy in EXACT_POLICIES]

@@ -29,7 +29,7 @@ FROZEN_FLAGS = """
 --prefix-reuse | --cache-ram -cram | --max-wave-ms | --schedule | --grain | --policy
 --slab-mib | --staging-slots | --max-in-flight | --threads -t | --chaos-seed | --trace | --host-stage -hs
 --host-stage-tile-mib | --force-xdev-sync | --load-mode -lm
---load-threads -tl | --routing | --virtual-h2d-gbps
+--load-threads -tl | --routing | --async-load | --virtual-h2d-gbps
 """
 
 

@@ -3,7 +3,7 @@
 Bytes are counted when a copy is issued, on the issuing thread: the counts are exact at any time, whatever the streams
 have got to, and no lock is needed. Busy time is counted by whoever ran the work.
 
-Invariant: a buffer's memory is contiguous, so that `bytes_of` can see it as bytes.
+Invariant: a buffer's memory is contiguous, so that `Buffer.raw_bytes` can see it as bytes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,6 @@ from overspill.device.base import (
 )
 from overspill.device.lane import Lane
 from overspill.device.memory import Ledger, size_in_bytes
-
-
-def bytes_of(buffer: Buffer) -> torch.Tensor:
-    """uint8 view [n_bytes] of a buffer's memory."""
-    return buffer.raw().reshape(-1).view(torch.uint8)
 
 
 def new_memory(shape: tuple[int, ...], dtype: torch.dtype, *, device: str = "cpu") -> torch.Tensor:
@@ -89,9 +84,9 @@ def count_copy(counters: DeviceCounters, dst: Buffer, part: Part) -> None:
 
 def move_parts(dst: Buffer, parts: Sequence[Part]) -> None:
     """Copy byte ranges between buffers in host memory, now."""
-    target = bytes_of(dst)
+    target = dst.raw_bytes()
     for part in parts:
-        source = bytes_of(part.src)[part.src_offset : part.src_offset + part.n_bytes]
+        source = part.src.raw_bytes()[part.src_offset : part.src_offset + part.n_bytes]
         target[part.dst_offset : part.dst_offset + part.n_bytes].copy_(source)
 
 

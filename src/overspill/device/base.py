@@ -21,8 +21,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -74,27 +73,39 @@ class DeviceCounters:
     busy_us: dict[Lane, float] = field(default_factory=lambda: dict.fromkeys(Lane, 0.0))
 
 
-_running_on = threading.local()
+class _RunningOn(threading.local):
+    """What the calling thread runs."""
+
+    device: Device | None = None
+    only: Collection[Buffer] | None = None
+
+
+_running_on = _RunningOn()
 
 
 def device_of_this_work() -> Device | None:
     """The device whose work the calling thread is running, None outside `Stream.launch`."""
-    return getattr(_running_on, "device", None)
+    return _running_on.device
 
 
-@contextmanager
-def running_on(device: Device, *, only: Collection[Buffer] | None = None) -> Iterator[None]:
+class running_on:  # noqa: N801  (a context manager, written out because every launch enters one)
     """Mark the calling thread as running work of `device` (back ends wrap each launch in it).
 
     `only`: the buffers this work has named; touching another one that is not a weight is `UndeclaredAccess`.
     None: the back end does not check.
     """
-    before = device_of_this_work(), getattr(_running_on, "only", None)
-    _running_on.device, _running_on.only = device, only
-    try:
-        yield
-    finally:
-        _running_on.device, _running_on.only = before
+
+    __slots__ = ("_before", "_now")
+
+    def __init__(self, device: Device, *, only: Collection[Buffer] | None = None) -> None:
+        self._now = device, only
+
+    def __enter__(self) -> None:
+        self._before = _running_on.device, _running_on.only
+        _running_on.device, _running_on.only = self._now
+
+    def __exit__(self, *error: object) -> None:
+        _running_on.device, _running_on.only = self._before
 
 
 class WrongDevice(RuntimeError):
@@ -111,7 +122,7 @@ class Buffer:
     `tensor` is for work running on the device; `host_tensor` for host code, and only host buffers have one.
     """
 
-    __slots__ = ("_tensor", "device", "is_pinned", "kind", "name")
+    __slots__ = ("_bytes", "_tensor", "device", "is_pinned", "kind", "n_bytes", "name")
 
     def __init__(
         self, device: Device, tensor: torch.Tensor, *, kind: MemoryKind, name: str, is_pinned: bool = False
@@ -121,10 +132,8 @@ class Buffer:
         self.kind = kind
         self.name = name
         self.is_pinned = is_pinned
-
-    @property
-    def n_bytes(self) -> int:
-        return self._tensor.numel() * self._tensor.element_size()
+        self.n_bytes = tensor.numel() * tensor.element_size()
+        self._bytes: torch.Tensor | None = None
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -132,9 +141,9 @@ class Buffer:
 
         Raises `UndeclaredAccess` where the back end checks and the work has not named this buffer (see `running_on`).
         """
-        if device_of_this_work() is not self.device:
-            raise WrongDevice(f"{self} read by work of {device_of_this_work()}")
-        only = getattr(_running_on, "only", None)
+        if _running_on.device is not self.device:
+            raise WrongDevice(f"{self} read by work of {_running_on.device}")
+        only = _running_on.only
         if only is not None and self not in only and self.kind is not MemoryKind.WEIGHTS:
             raise UndeclaredAccess(f"{self} touched by work whose launch does not name it")
         return self._tensor
@@ -149,6 +158,12 @@ class Buffer:
     def raw(self) -> torch.Tensor:
         """The memory without the check; for back ends only."""
         return self._tensor
+
+    def raw_bytes(self) -> torch.Tensor:
+        """`raw` as uint8 `[n_bytes]`."""
+        if self._bytes is None:
+            self._bytes = self._tensor.reshape(-1).view(torch.uint8)
+        return self._bytes
 
     def __repr__(self) -> str:
         return f"Buffer({self.name}, {self.device.name}, {tuple(self._tensor.shape)})"

@@ -5,26 +5,27 @@ allocator, whose reuse is ordered by that same stream. Copies between GPUs run o
 current stream of the issuing thread is set and left at every call, which costs a tenth of restoring it. Busy
 time is measured with timing events around each launch and read when somebody asks for it.
 
-Pinned memory is anonymous memory in huge pages, touched and registered in chunks by several threads: registering is
-what costs, and large pages make it cheap. torch's own pinned allocator would round sizes up to powers of two.
+Pinned memory is anonymous memory in huge pages, touched in pieces by several threads and then registered in chunks:
+touching is what costs most, and large pages make registering cheap. torch's own pinned allocator would round sizes up
+to powers of two.
 """
 
 from __future__ import annotations
 
 import mmap
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from overspill.device.backend import (
     BackendDevice,
     BackendStream,
-    bytes_of,
     check_copy,
     check_upload,
     count_copy,
@@ -37,6 +38,7 @@ from overspill.errors import OutOfMemory, UserError
 
 _PIN_CHUNK_BYTES = 1 << 30
 _PIN_THREADS = 8
+_TOUCH_BYTES = 16 << 20
 _PAGE_BYTES = 2 << 20
 _MAX_UNREAD = 4096
 
@@ -106,21 +108,21 @@ class CudaStream(BackendStream):
         part = Part(src, src_offset, dst_offset, n_bytes)
         check_copy(self.device, dst, part)
         count_copy(self.device.counters, dst, part)
-        start, source = self._mark(), bytes_of(src)[src_offset : src_offset + n_bytes]
+        start, source = self._mark(), src.raw_bytes()[src_offset : src_offset + n_bytes]
         if isinstance(src.device, CudaDevice) and src.device is not self.device:
             torch.cuda.set_stream(src.device.outgoing)
         torch.cuda.set_stream(self.cuda)
-        bytes_of(dst)[dst_offset : dst_offset + n_bytes].copy_(source, non_blocking=True)
+        dst.raw_bytes()[dst_offset : dst_offset + n_bytes].copy_(source, non_blocking=True)
         self._note(start, label, n_bytes)
 
     def upload(self, dst: Buffer, parts: Sequence[Part], *, label: str) -> None:
         check_upload(self.device, dst, parts)
         n_bytes = sum(part.n_bytes for part in parts)
         self.device.counters.uploaded_bytes += n_bytes
-        start, target = self._mark(), bytes_of(dst)
+        start, target = self._mark(), dst.raw_bytes()
         torch.cuda.set_stream(self.cuda)
         for src, src_offset, dst_offset, n in _within_chunks(parts):
-            source = bytes_of(src)[src_offset : src_offset + n]
+            source = src.raw_bytes()[src_offset : src_offset + n]
             target[dst_offset : dst_offset + n].copy_(source, non_blocking=True)
         self._note(start, label, n_bytes)
 
@@ -284,28 +286,46 @@ def _space(index: int, cap_bytes: int | None) -> Callable[[int], Space]:
 def pinned_memory(n_bytes: int) -> torch.Tensor:
     """uint8 `[n_bytes]` of host memory that GPUs can copy from while the host goes on."""
     padded = -(-max(n_bytes, 1) // _PAGE_BYTES) * _PAGE_BYTES
-    area = mmap.mmap(-1, padded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    try:
+        area = mmap.mmap(-1, padded, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise OutOfMemory(f"{n_bytes} bytes of host memory cannot be had: {error.strerror}") from None
+    with suppress(OSError, AttributeError):
         area.madvise(mmap.MADV_HUGEPAGE)
-    memory = torch.frombuffer(area, dtype=torch.uint8)
-    chunks = [memory[first : first + _PIN_CHUNK_BYTES] for first in range(0, padded, _PIN_CHUNK_BYTES)]
-    with ThreadPoolExecutor(min(_PIN_THREADS, len(chunks))) as pool:
-        list(pool.map(_register, chunks))
-    weakref.finalize(area, _unregister, [chunk.data_ptr() for chunk in chunks])
+    # The array's end comes before the area's: a finalizer of the area itself would run when it is unmapped already.
+    owner = np.frombuffer(area, np.uint8)
+    memory = torch.from_numpy(owner)
+    _touch(memory)
+    weakref.finalize(owner, _unregister, _register(memory.split(_PIN_CHUNK_BYTES)))
     return memory[:n_bytes]
+
+
+def _touch(memory: torch.Tensor) -> None:
+    """Have all pages made, on several threads: clearing them is most of the cost of new memory."""
+
+    def write(piece: torch.Tensor) -> None:
+        piece[::4096] = 0
+
+    pieces = memory.split(_TOUCH_BYTES)
+    if len(pieces) == 1:
+        write(pieces[0])
+        return
+    with ThreadPoolExecutor(min(_PIN_THREADS, len(pieces))) as pool:
+        list(pool.map(write, pieces))
+
+
+def _register(chunks: Sequence[torch.Tensor]) -> list[int]:
+    """Pin chunks, and return their addresses; all or none. `OutOfMemory`."""
+    done: list[int] = []
+    for chunk in chunks:
+        status = int(torch.cuda.cudart().cudaHostRegister(chunk.data_ptr(), chunk.numel(), 1))
+        if status != 0:
+            _unregister(done)
+            raise OutOfMemory(f"pinning {chunk.numel() >> 20} MiB of host memory failed (CUDA error {status})")
+        done.append(chunk.data_ptr())
+    return done
 
 
 def _unregister(addresses: Sequence[int]) -> None:
     for address in addresses:
         torch.cuda.cudart().cudaHostUnregister(address)
-
-
-_register_lock = threading.Lock()
-
-
-def _register(chunk: torch.Tensor) -> None:
-    chunk[::4096] = 0
-    with _register_lock:
-        status = torch.cuda.cudart().cudaHostRegister(chunk.data_ptr(), chunk.numel(), 1)
-    if int(status) != 0:
-        raise OutOfMemory(f"pinning {chunk.numel() >> 20} MiB of host memory failed (CUDA error {int(status)})")

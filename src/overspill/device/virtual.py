@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from overspill.device.backend import BackendDevice, BackendStream, bytes_of, move_parts, new_memory, stream_name
+from overspill.device.backend import BackendDevice, BackendStream, move_parts, new_memory, stream_name
 from overspill.device.base import Buffer, Device, Part, UndeclaredAccess, running_on
 from overspill.device.cpu import CpuDevice
 from overspill.device.lane import Lane
@@ -91,7 +91,7 @@ class VirtualStream(WorkerStream):
         moving_s = sum(part.n_bytes for part in parts) / _MEMORY_BYTES_PER_S
         if self._rules.poison:
             for part in parts:
-                bytes_of(dst)[part.dst_offset : part.dst_offset + part.n_bytes].fill_(_POISON_BYTE)
+                dst.raw_bytes()[part.dst_offset : part.dst_offset + part.n_bytes].fill_(_POISON_BYTE)
         self._delay()
         _sleep_until(start_s + link_s - moving_s)
         move_parts(dst, parts)
@@ -133,7 +133,7 @@ class VirtualBackend(BackendDevice):
     def free(self, buffer: Buffer) -> None:
         super().free(buffer)
         if self.rules.poison:
-            bytes_of(buffer).fill_(_POISON_BYTE)
+            buffer.raw_bytes().fill_(_POISON_BYTE)
 
 
 class VirtualDevice(VirtualBackend):

@@ -34,11 +34,11 @@ def _yarn_dim(rope: RopeParams, n_turns: float) -> float:
 class Rope:
     """cos and sin for positions, on one device; `factors [n_rot / 2]` divides the frequencies (Llama 3).
 
-    name: equal for the ropes of a device and model that turn alike.
+    name: equal for the ropes of a device and model that turn alike; text, whose hash is computed once.
     """
 
     def __init__(self, params: RopeParams, factors: torch.Tensor | None, device: torch.device) -> None:
-        self.name = (params, factors is None)
+        self.name = f"{params} {factors is None}"
         plain = frequencies(params).to(device)
         self._frequencies = plain if factors is None else plain / factors
         self._magnitude = params.magnitude

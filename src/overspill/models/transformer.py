@@ -66,8 +66,10 @@ class _RawHeads:
         assert self.ops.prepare_heads is not None
         gains, eps, is_interleaved = self.how
         cos, sin = self.angles
-        products = self.q[rows], self.k[rows], self.v[rows]
-        cells, angles = self.cache.cells(segment), (cos[rows], sin[rows])
+        products, angles = (self.q, self.k, self.v), self.angles
+        if segment.n_tokens < self.q.shape[0]:
+            products, angles = (self.q[rows], self.k[rows], self.v[rows]), (cos[rows], sin[rows])
+        cells = self.cache.cells(segment)
         return self.ops.prepare_heads(*products, cells, angles, gains, eps=eps, is_interleaved=is_interleaved)
 
     def put_steps(self, steps: Steps) -> torch.Tensor:
@@ -114,7 +116,7 @@ class Transformer:
     def attend(self, i_layer: int, x: torch.Tensor, cache: KvCache, view: UbatchView) -> torch.Tensor:
         """Norm, attention, output projection, residual: `[T, D]` -> `[T, D]`."""
         block, eps = self._blocks[i_layer], self.hparams.rms_eps
-        if len(x) == 1 and view.steps is None:
+        if x.shape[0] == 1 and view.steps is None:
             attend, rope = self._token_attentions[i_layer], self._ropes[i_layer]
             if attend is not None and rope is not None and cache.k.dtype == torch.float32:
                 (segment,) = view.segments
@@ -234,7 +236,7 @@ class Transformer:
         """The normed x, and its routing."""
         gain, eps, rule = block.vector(self.ffn_norm), self.hparams.rms_eps, self.hparams.router
         token_router = self._token_routers[i_layer]
-        if len(x) == 1 and token_router is not None:
+        if token_router is not None and x.shape[0] == 1:
             routed = token_router(x)
             return routed[0], Routing(*routed)
         router = block.matrix("ffn_gate_inp")
@@ -317,7 +319,7 @@ class Transformer:
 
     def experts(self, i_layer: int, y: torch.Tensor, routing: Routing, weights: ExpertWeights, ops: Ops) -> None:
         """Add the experts that `weights` holds to y, in place, with the kernels of the device that runs this."""
-        of_token = self._experts_of_token(i_layer, weights, ops) if len(y) == 1 else None
+        of_token = self._experts_of_token(i_layer, weights, ops) if y.shape[0] == 1 else None
         if of_token is not None:
             of_token(routing.normed, routing.ids, routing.mix, y)
         else:

@@ -31,6 +31,7 @@ from overspill.placement.shape import ModelShape, Role
 
 REFERENCE_PROMPT = 4096
 DEFAULT_IN_FLIGHT = 256
+MAX_HYBRID_TOKENS = 512
 _MAX_WAVE = 32768
 _MIN_IDS_PER_EXPERT = 16
 _FASTER_THAN_HOST = 10
@@ -46,7 +47,8 @@ class Plan:
 
     schedule: of prompts whose experts all go up. policy: what the user chose, None where the plan chooses per wave.
     min_upload_tokens: waves of at least so many tokens send all experts up, smaller ones do what costs least.
-    n_spread_tokens: most tokens whose experts are shared out, 0 where they cannot be. spreads_alone: see `KernelNeeds`.
+    n_hybrid_tokens: most tokens of whose experts the CPU may compute a part while the rest goes up. n_spread_tokens:
+    most tokens whose experts are shared out, 0 where they cannot be. spreads_alone: see `KernelNeeds`.
     party_rates_from: where the rates come from by which they are shared out.
     """
 
@@ -61,12 +63,13 @@ class Plan:
     reference: WaveShape
     predicted: Prediction
     n_spread_tokens: int = 0
+    n_hybrid_tokens: int = 0
     spreads_alone: bool = False
     party_rates_from: str = "assumed"
 
     def without_spread(self) -> Plan:
         """For experts that accelerators cannot read themselves, because not all of them could be pinned."""
-        return replace(self, n_spread_tokens=0)
+        return replace(self, n_spread_tokens=0, n_hybrid_tokens=0)
 
     def with_party_rates(self, rates: tuple[PartyRates, ...], source: str) -> Plan:
         """For shares by these rates of the machine's devices."""
@@ -100,14 +103,27 @@ class Plan:
         """How a wave of so many tokens runs."""
         if n_tokens <= self.n_spread_tokens and self.policy in (None, Policy.SPREAD):
             return self._spread_for(n_tokens, self.placement.n_cached)
-        if self.policy is not None and self.policy is not Policy.SPREAD:
+        if self.policy is Policy.HYBRID and n_tokens <= self.n_hybrid_tokens:
+            return _quickest(self, n_tokens, self._hybrids)
+        if self.policy not in (None, Policy.SPREAD, Policy.HYBRID):
             return replace(self.schedule, policy=self.policy)
-        if not self.has_host_experts or n_tokens >= self.min_upload_tokens:
+        bucket, is_small = 1 << (n_tokens - 1).bit_length(), n_tokens < self.min_upload_tokens
+        if not self.has_host_experts or not (is_small or bucket <= self.n_hybrid_tokens):
             return self.schedule
-        bucket = 1 << (n_tokens - 1).bit_length()
-        if bucket not in self._cheapest:
-            self._cheapest[bucket] = _cheapest(self, bucket)
-        return self._cheapest[bucket]
+        if (bucket, is_small) not in self._cheapest:
+            self._cheapest[bucket, is_small] = _quickest(self, bucket, self._open(bucket, is_small=is_small))
+        return self._cheapest[bucket, is_small]
+
+    def _open(self, n_tokens: int, *, is_small: bool) -> list[WaveSchedule]:
+        """Schedules to choose from for so many tokens; is_small: of which the CPU might compute all experts."""
+        by_cpu = [replace(self.schedule, policy=Policy.CPU)] * is_small
+        return [self.schedule, *by_cpu, *(self._hybrids if n_tokens <= self.n_hybrid_tokens else [])]
+
+    @cached_property
+    def _hybrids(self) -> list[WaveSchedule]:
+        """Parts of the CPU to choose from, from a sixteenth of a layer's experts to half of them."""
+        counts = sorted({max(1, self.shape.n_expert * i // 16) for i in range(1, 9)})
+        return [replace(self.schedule, policy=Policy.HYBRID, n_on_cpu=n) for n in counts]
 
     def uncached(self, n_tokens: int) -> WaveSchedule:
         """How a step of so many tokens runs whose experts are shared out, where no device uses what it keeps."""
@@ -126,8 +142,8 @@ class Plan:
         return {}
 
     @cached_property
-    def _cheapest(self) -> dict[int, WaveSchedule]:
-        """The schedules found so far, by number of tokens rounded up to a power of two."""
+    def _cheapest(self) -> dict[tuple[int, bool], WaveSchedule]:
+        """The schedules found so far, by number of tokens rounded up to a power of two, and whether these are few."""
         return {}
 
     def predict(self, wave: WaveShape) -> Prediction:
@@ -145,9 +161,8 @@ class Plan:
         return max([n for n, us in took if us <= 1e3 * max_ms], default=n_least), n_least
 
 
-def _cheapest(plan: Plan, n_tokens: int) -> WaveSchedule:
+def _quickest(plan: Plan, n_tokens: int, candidates: Sequence[WaveSchedule]) -> WaveSchedule:
     wave = WaveShape.of_prompt(n_tokens, plan.placement.n_ubatch)
-    candidates = [replace(plan.schedule, policy=policy) for policy in (Policy.ALL, Policy.CPU)]
     return min(candidates, key=lambda s: predict(plan.shape, plan.machine, plan.layout, wave, s).wave_us)
 
 
@@ -206,7 +221,7 @@ def _plan(
 ) -> Plan:
     placement, layout = _place(shape, machine, options, grain=grain, n_ubatch=n_ubatch, needs=needs)
     policy = None if options.policy == "auto" else Policy(options.policy)
-    usual = Policy.ALL if policy in (None, Policy.SPREAD) else policy
+    usual = Policy.ALL if policy in (None, Policy.SPREAD, Policy.HYBRID) else policy
     schedule = WaveSchedule(order, usual, options.n_staging_slots, needs.wide_value_bytes > 0)
     reference = WaveShape.of_prompt(min(REFERENCE_PROMPT, placement.n_ctx, placement.n_wave), n_ubatch)
     predicted = predict(shape, machine, layout, reference, schedule)
@@ -217,12 +232,24 @@ def _plan(
         plan = replace(plan, party_rates_from="given")
     n_tokens = n_spread_tokens(shape, layout, placement, needs)
     if n_tokens:
-        return replace(plan, n_spread_tokens=n_tokens, spreads_alone=needs.spreads_alone)
-    if policy is Policy.SPREAD and any(layout.slabs):
+        n_hybrid = _n_hybrid_tokens(options, layout, n_ubatch)
+        plan = replace(plan, n_spread_tokens=n_tokens, n_hybrid_tokens=n_hybrid, spreads_alone=needs.spreads_alone)
+    elif policy is Policy.SPREAD and any(layout.slabs):
         raise UserError(
             "--policy spread: needs GPUs, experts of whole layers in host RAM, and slots that hold those of a token"
         )
+    if policy is Policy.HYBRID and any(layout.slabs) and not plan.n_hybrid_tokens:
+        raise UserError(
+            "--policy hybrid: needs GPUs, experts of whole layers in host RAM, and slots that hold all of a layer"
+        )
     return plan
+
+
+def _n_hybrid_tokens(options: Options, layout: Layout, n_ubatch: int) -> int:
+    """Of a layout whose experts can be spread; where a user asks for a schedule, all experts go up."""
+    is_open = options.policy == "hybrid" or (options.policy == "auto" and options.schedule == "auto")
+    is_possible = is_open and all(len(slabs) <= 1 for slabs in layout.slabs)
+    return min(MAX_HYBRID_TOKENS, n_ubatch) if is_possible else 0
 
 
 def _place(

@@ -43,17 +43,25 @@ class Ledger:
         """Enter an action; returns, per other stream, the last action on it that this one must wait for."""
         waits: dict[StreamId, int] = {}
         for resource in reads:
-            use = self._uses.setdefault(resource, _Use())
-            _need(waits, stream, use.writer)
+            use = self._use(resource)
+            if use.writer is not None:
+                _need(waits, stream, *use.writer)
             use.readers[stream] = number
         for resource in writes:
-            use = self._uses.setdefault(resource, _Use())
-            _need(waits, stream, use.writer)
-            for reader in use.readers.items():
-                _need(waits, stream, reader)
+            use = self._use(resource)
+            if use.writer is not None:
+                _need(waits, stream, *use.writer)
+            for reader, last in use.readers.items():
+                _need(waits, stream, reader, last)
             use.writer = (stream, number)
             use.readers.clear()
         return waits
+
+    def _use(self, resource: Resource) -> _Use:
+        use = self._uses.get(resource)
+        if use is None:
+            use = self._uses[resource] = _Use()
+        return use
 
     def users(self, resource: Resource) -> list[int]:
         """Numbers of the actions that the host must wait for before it touches the resource itself."""
@@ -65,6 +73,6 @@ class Ledger:
         return {number for resource in self._uses for number in self.users(resource)}
 
 
-def _need(waits: dict[StreamId, int], stream: StreamId, other: tuple[StreamId, int] | None) -> None:
-    if other is not None and other[0] != stream:
-        waits[other[0]] = max(waits.get(other[0], -1), other[1])
+def _need(waits: dict[StreamId, int], stream: StreamId, other: StreamId, number: int) -> None:
+    if other != stream and waits.get(other, -1) < number:
+        waits[other] = number

@@ -71,6 +71,7 @@ class Memory:
         precision: Precision = Precision(),
         *,
         n_spread_tokens: int = 0,
+        n_hybrid_tokens: int = 0,
         n_image_bytes: int = 0,
         cache_bytes: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
@@ -83,6 +84,7 @@ class Memory:
         self._devices = devices
         self._hp = hp
         self._buffers: dict[Resource, tuple[Buffer, ...]] = {}
+        self._together: dict[tuple[Resource, ...], tuple[Buffer, ...]] = {}
         for i_device in self._in_use(layout):
             self._add_activations(i_device)
         for i_device in layout.input_devices:
@@ -90,7 +92,7 @@ class Memory:
         for i_layer, i_device in enumerate(layout.layer_device):
             self._add_kv(i_layer, i_device)
         if n_spread_tokens:
-            self._add_spread(layout, n_spread_tokens)
+            self._add_spread(layout, n_spread_tokens, max(n_spread_tokens, n_hybrid_tokens))
         for i_layer, n_bytes in cache_bytes.items():
             self._add_cache(i_layer, layout.layer_device[i_layer], n_bytes)
         for i_device, plan in enumerate(staging):
@@ -124,7 +126,11 @@ class Memory:
 
     def all_of(self, resources: tuple[Resource, ...]) -> tuple[Buffer, ...]:
         """The buffers of several resources."""
-        return tuple(buffer for resource in resources for buffer in self._buffers[resource])
+        buffers = self._together.get(resources)
+        if buffers is None:
+            buffers = tuple(buffer for resource in resources for buffer in self._buffers[resource])
+            self._together[resources] = buffers
+        return buffers
 
     def _in_use(self, layout: Layout) -> list[int]:
         return sorted({layout.host, layout.output_device, *layout.input_devices})
@@ -173,14 +179,18 @@ class Memory:
             else:
                 yield shape, torch.float16 if is_q8 else self._precision.kv
 
-    def _add_spread(self, layout: Layout, n_tokens: int) -> None:
-        """For experts of few tokens that several parties compute: who does what, and what each says."""
-        rows, compute = (n_tokens, self._hp.n_embd), MemoryKind.COMPUTE
+    def _add_spread(self, layout: Layout, n_tokens: int, n_of_host: int) -> None:
+        """For experts of few tokens that several parties compute: who does what, and what each says.
+
+        n_of_host: most tokens of what the host says.
+        """
+        compute = MemoryKind.COMPUTE
         used = self._in_use(layout)
         for i in used:
             for m in range(self.sizes.n_ubatches):
                 who = self._new(i, (1, self._hp.n_expert * MAX_SLICES), torch.int32, compute, f"who{m}")
                 self._buffers["who", i, m] = (who,)
+            rows = (n_of_host if i == layout.host else n_tokens, self._hp.n_embd)
             self._buffers["y", i] = (self._new(i, rows, torch.float32, compute, "y"),)
             if i != layout.host:
                 tally = self._new(i, (layout.n_layer, 2 + layout.n_accelerators), torch.int64, compute, "tally")
@@ -189,6 +199,7 @@ class Memory:
                 self._buffers["host_tally", i] = (on_host,)
             for party in used:
                 if party != i and i != layout.host:
+                    rows = (n_of_host if party == layout.host else n_tokens, self._hp.n_embd)
                     heard = self._new(i, rows, torch.float32, compute, f"heard{party}")
                     self._buffers["heard", i, party] = (heard,)
 

@@ -18,10 +18,10 @@ import torch
 
 from overspill.cache.images import Load, Save
 from overspill.cache.states import StateGuard
-from overspill.device.base import Devices, Event
+from overspill.device.base import Devices, Event, Stream
 from overspill.device.lane import Lane
 from overspill.pipeline.images import SlotImages
-from overspill.pipeline.ledger import Ledger, Resource
+from overspill.pipeline.ledger import Ledger, Resource, StreamId
 from overspill.pipeline.memory import Memory
 from overspill.pipeline.schedule import Action, Order, Policy, Verb, WaveSchedule, actions
 from overspill.pipeline.split import Layout
@@ -32,6 +32,7 @@ from overspill.placement.budget import N_LOGIT_BUFFERS
 
 _ITEMS = frozenset({Verb.LAYERS, Verb.ATTEND, Verb.EXPERTS})
 _EVENTS_KEPT = 4096
+_LISTS_KEPT = 8
 
 
 @dataclass
@@ -79,6 +80,8 @@ class Runner:
         self._work = work
         self._max_in_flight = max_in_flight
         self._waits_on_host = waits_on_host
+        self._listed: dict[tuple[WaveSchedule, tuple[int, ...], tuple[int, ...]], tuple[Action, ...]] = {}
+        self._streams: dict[StreamId, Stream] = {}
         self._ledger = Ledger()
         self._events: dict[int, Event] = {}
         self._n_issued = 0
@@ -128,10 +131,9 @@ class Runner:
             self._count(wave, schedule, time.perf_counter() - started)
             return results
         results = [torch.empty(len(u.output_rows), self._memory.n_vocab) for u in ubatches]
-        self._work.begin_wave()
+        self._work.begin_wave(schedule.n_on_cpu)
         self._write_inputs_host(ubatches)
-        n_chunks, n_tiles = map(self._work.n_chunks, ubatches), map(self._work.n_tiles, ubatches)
-        for action in actions(self._layout, schedule, list(n_chunks), list(n_tiles)):
+        for action in self._actions(schedule, ubatches):
             if action.verb in _ITEMS:
                 gives_up()
             self._issue(action, schedule, ubatches, results)
@@ -155,6 +157,21 @@ class Runner:
             self._work.put_tokens(move.slot, move.image.ids[: move.n_cells])
             for pos, row in move.rows.items():
                 self._states.put(row, pos)
+
+    def _actions(self, schedule: WaveSchedule, ubatches: Sequence[Ubatch]) -> tuple[Action, ...]:
+        """The actions of a wave; prompts cut alike have the same ones, so those of the latest waves are kept."""
+        n_chunks, n_tiles = tuple(map(self._work.n_chunks, ubatches)), tuple(map(self._work.n_tiles, ubatches))
+        key = schedule, n_chunks, n_tiles
+        listed = self._listed.pop(key, None) or tuple(actions(self._layout, schedule, n_chunks, n_tiles))
+        self._listed[key] = listed
+        if len(self._listed) > _LISTS_KEPT:
+            del self._listed[next(iter(self._listed))]
+        return listed
+
+    def _stream(self, of: StreamId) -> Stream:
+        if of not in self._streams:
+            self._streams[of] = self._devices.all[of.device].stream(of.lane)
+        return self._streams[of]
 
     def reset_counters(self) -> None:
         """Count from now on."""
@@ -189,7 +206,7 @@ class Runner:
             self._ids_asked.append(action.ubatch)
         if action.verb is Verb.DOWNLOAD and len(self._downloads) == N_LOGIT_BUFFERS:
             self._read_logits_host(results)
-        stream = self._devices.all[action.device].stream(action.stream.lane)
+        stream = self._stream(action.stream)
         for other, number in self._ledger.add(self._n_issued, action.stream, action.reads, action.writes).items():
             if self._waits_on_host and other.device != action.device:
                 self._events[number].wait_host()

@@ -20,119 +20,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
 from overspill.device.lane import Lane
+from overspill.pipeline.action import Action, Order, Policy, Shares, Verb, WaveSchedule
 from overspill.pipeline.ledger import Resource, StreamId
 from overspill.pipeline.split import N_TILES, Layout, Split, SplitKind, cut
 from overspill.placement.budget import N_LOGIT_BUFFERS
 
-Shares = tuple[tuple[int, int], ...]
-"""Who computes the experts of a layer, the owner first, and the weight of each."""
+__all__ = ["Action", "Order", "Policy", "Shares", "Verb", "WaveSchedule", "actions"]
 
-
-class Order(StrEnum):
-    """The schedules."""
-
-    SERIAL = "serial"
-    DEPTH_FIRST = "depth-first"
-    BREADTH_FIRST = "breadth-first"
-
-
-class Policy(StrEnum):
-    """What happens to a layer's host experts: all go up, those that the ids name go up, or the CPU computes them.
-
-    SPREAD: those that the ids name are shared out among the CPU and all accelerators, each of which reads its own from
-    host memory over its own link (few tokens: every link works on every token).
-    """
-
-    ALL = "all"
-    SELECTED = "selected"
-    CPU = "cpu"
-    SPREAD = "spread"
-
-
-class Verb(StrEnum):
-    """What an action does."""
-
-    INPUTS = "inputs"
-    EMBED = "embed"
-    LAYERS = "layers"
-    ATTEND = "attend"
-    READ_IDS = "read_ids"
-    UPLOAD = "upload"
-    WIDEN = "widen"
-    EXPERTS = "experts"
-    DIVIDE = "divide"
-    SHARE = "share"
-    ADD = "add"
-    HAND_OFF = "hand_off"
-    HAND_DOWN = "hand_down"
-    HAND_UP = "hand_up"
-    OUTPUT = "output"
-    DOWNLOAD = "download"
-
-
-@dataclass(frozen=True, slots=True)
-class Action:
-    """One launch. Fields that a verb does not use are -1.
-
-    layer, last_layer: the layers computed. slab: index into the layer's slabs. slot: staging slot (or logits buffer
-    of OUTPUT and DOWNLOAD). source: where a hand-off comes from. chunk: which rows of the outputs, or which tile of a
-    hand-off through the host. shares: of DIVIDE. n_slices: of DIVIDE and SHARE, see `ExpertWeights`.
-    """
-
-    verb: Verb
-    stream: StreamId
-    reads: tuple[Resource, ...]
-    writes: tuple[Resource, ...]
-    layer: int = -1
-    last_layer: int = -1
-    ubatch: int = -1
-    slab: int = -1
-    slot: int = -1
-    source: int = -1
-    chunk: int = -1
-    shares: Shares = ()
-    n_slices: int = 1
-
-    @property
-    def device(self) -> int:
-        return self.stream.device
-
-    @property
-    def label(self) -> str:
-        """Short text for traces and grids, such as `attend L3 m1`."""
-        parts = [self.verb.value]
-        if self.layer >= 0:
-            last = self.last_layer - 1
-            parts.append(f"L{self.layer}" if last <= self.layer else f"L{self.layer}-{last}")
-        if self.slab >= 0:
-            parts.append(f"s{self.slab}")
-        if self.ubatch >= 0:
-            parts.append(f"m{self.ubatch}")
-        return " ".join(parts)
-
-
-@dataclass(frozen=True)
-class WaveSchedule:
-    """How waves are run.
-
-    widen: dequantise each staged slab once, before the ubatches use it (devices whose kernels want that).
-    shares: for SPREAD, by the number of the device that owns a layer. n_cached: likewise, how many of its experts the
-    device keeps; none where it is empty. n_slices: into so many, experts are shared out.
-    """
-
-    order: Order
-    policy: Policy = Policy.ALL
-    n_staging_slots: int = 2
-    widen: bool = False
-    shares: tuple[Shares, ...] = ()
-    n_cached: tuple[int, ...] = ()
-    n_slices: int = 1
+_FORESEEN = frozenset({Policy.ALL, Policy.HYBRID})
+"""What goes up is known before any id is."""
 
 
 def actions(
@@ -175,7 +76,7 @@ class _Emitter:
         is_breadth_first = self._schedule.order is Order.BREADTH_FIRST
         groups = [tuple(ubatches)] if is_breadth_first else [(m,) for m in ubatches]
         yield from self._inputs()
-        if self._schedule.policy is Policy.ALL:
+        if self._schedule.policy in _FORESEEN:
             self._queue_uploads(len(groups))
             for device in range(self._layout.n_accelerators):
                 yield from self._fill_slots(device)
@@ -324,7 +225,7 @@ class _Emitter:
         return Action(Verb.HAND_OFF, StreamId(lane_of, Lane.HAND_OFF), reads, writes, ubatch=m, source=source)
 
     def _experts(self, split: Split, group: tuple[int, ...]) -> Iterator[Action]:
-        if self._schedule.policy is not Policy.ALL:
+        if self._schedule.policy not in _FORESEEN:
             ids: tuple[Resource, ...] = ()
             if self._policy(split.first) is Policy.SELECTED:
                 yield from self._read_ids(split, group)
@@ -369,11 +270,30 @@ class _Emitter:
         for m in group:
             if i_slab == 0 and not self._attends_first(split):
                 yield from self._attend(split, m)
+            is_shared = self._policy(i_layer) is Policy.HYBRID
+            if is_shared:
+                yield from self._share_with_host(split, m)
             x = ("x", device, m)
             reads = (x, ("route", device, m), weights)
             yield Action(Verb.EXPERTS, stream, reads, (x,), layer=i_layer, ubatch=m, slab=i_slab, slot=slot)
+            if is_shared:
+                yield from self._add_of_host(split, m)
         if not self._schedule.widen:
             yield from self._refill(device)
+
+    def _share_with_host(self, split: Split, m: int) -> Iterator[Action]:
+        """The CPU's part, from what the layer's device has routed."""
+        host, device = self._layout.host, split.device
+        told = ("route", host, m)
+        yield self._pass(device, host, m, (("route", device, m),), (told,))
+        stream, n = StreamId(host, Lane.COMPUTE), self._schedule.n_on_cpu
+        yield Action(Verb.SHARE, stream, (told,), (("y", host),), layer=split.first, ubatch=m, n_experts=n)
+
+    def _add_of_host(self, split: Split, m: int) -> Iterator[Action]:
+        host, device = self._layout.host, split.device
+        x, heard = ("x", device, m), ("heard", device, host)
+        yield self._pass(host, device, m, (("y", host),), (heard,))
+        yield Action(Verb.ADD, StreamId(device, Lane.COMPUTE), (x, heard), (x,), layer=split.first, ubatch=m)
 
     def _refill(self, device: int) -> Iterator[Action]:
         if self._to_upload[device]:

@@ -12,12 +12,16 @@ from dataclasses import dataclass
 
 from overspill.device.lane import Lane
 from overspill.pipeline.ledger import Ledger, StreamId
-from overspill.pipeline.parties import HAND_OFF_US, n_experts_met, parties_of
+from overspill.pipeline.parties import HAND_OFF_US, n_experts_met, parties_of, rates_for
 from overspill.pipeline.schedule import Action, Order, Policy, Verb, WaveSchedule, actions
 from overspill.pipeline.split import Layout
 from overspill.pipeline.spread import missed
 from overspill.placement.machine import Machine
 from overspill.placement.shape import ModelShape
+
+_OF_GFLOPS = 0.5
+"""Of the CPU's products for many tokens, what those of a few tokens for each of many experts reach beside uploads: a
+guess on the safe side, as a part that is too large for the CPU makes everybody wait."""
 
 _LAUNCH_US = 20.0
 _CPU_EMBED_US = 0.1
@@ -89,7 +93,10 @@ class _Costs:
         # A call takes the CPU's time wherever it computes; the launches of GPUs are priced by split (`issue_us`).
         self._call_us = 0.0 if machine.issue_us else machine.call_us
         n_uploading = len({d for i, d in enumerate(layout.layer_device) if layout.has_host_experts(i)})
+        self._cpu_gbps = machine.cpu_gbps
         self._link_gbps = [min(d.h2d_gbps, machine.h2d_total_gbps / max(1, n_uploading)) for d in machine.devices]
+        if schedule.policy is Policy.HYBRID:
+            self._read_together(n_uploading)
 
     def __call__(self, action: Action) -> float:
         match action.verb:
@@ -119,9 +126,19 @@ class _Costs:
             case _:
                 return HAND_OFF_US
 
-    def _n_experts_in(self, action: Action) -> float:
+    def _read_together(self, n_uploading: int) -> None:
+        """Links and CPU slow each other down."""
+        readers = range(min(n_uploading, len(self._machine.devices)))
+        rates = rates_for(self._machine, readers, max(self._wave.n_tokens))
+        self._cpu_gbps = rates.cpu_gbps
+        self._link_gbps = [min(pair) for pair in zip(self._link_gbps, rates.links_beside_cpu_gbps, strict=True)]
+
+    def _share_of_slab(self, action: Action) -> float:
         slab = self._layout.slabs[action.layer][action.slab]
-        share = slab.n_experts / self._shape.n_expert
+        return self._schedule.n_in(slab, self._shape.n_expert) / self._shape.n_expert
+
+    def _n_experts_in(self, action: Action) -> float:
+        share = self._share_of_slab(action)
         if self._schedule.policy is not Policy.SELECTED:
             return share
         return share * _share_met(self._shape, sum(self._wave.n_tokens))
@@ -167,14 +184,14 @@ class _Costs:
     def _experts_us(self, action: Action) -> float:
         n = self._wave.n_tokens[action.ubatch]
         met = _share_met(self._shape, n)
-        share = (
-            1.0 if action.slab < 0 else self._layout.slabs[action.layer][action.slab].n_experts / self._shape.n_expert
-        )
+        share = 1.0 if action.slab < 0 else self._share_of_slab(action)
         flops = n * self._expert_flops(action.layer) * share
         return self._compute_us(action.device, flops, self._shape.expert_bytes(action.layer) * met * share)
 
     def _share_us(self, action: Action) -> float:
         """A party's part of the experts met, read from host memory; its letters are hand-offs of their own."""
+        if action.n_experts >= 0:
+            return self._hybrid_us(action)
         owner, party = self._layout.layer_device[action.layer], action.device
         shares = dict(self._schedule.shares[owner])
         n_tokens, n_expert = self._wave.n_tokens[action.ubatch], self._shape.n_expert
@@ -186,6 +203,13 @@ class _Costs:
         n_met *= missed(self._schedule, self._shape, owner)
         (mine,) = (p for p in parties if p.number == party)
         return mine.work_us(n_met * shares[party] / sum(shares.values()))
+
+    def _hybrid_us(self, action: Action) -> float:
+        """The CPU's part beside the uploads, bound by what it reads or by what it multiplies."""
+        n_tokens, share = self._wave.n_tokens[action.ubatch], action.n_experts / self._shape.n_expert
+        n_bytes = self._shape.expert_bytes(action.layer) * _share_met(self._shape, n_tokens) * share
+        flops, gflops = n_tokens * self._expert_flops(action.layer) * share, self._machine.cpu_gflops * _OF_GFLOPS
+        return self._machine.call_us + max(n_bytes / self._cpu_gbps, flops / gflops) / 1e3
 
     def _rate_gbps(self, device: int) -> float:
         """Bandwidth at which a device reads its own weights; if not measured, 1 byte per 160 FLOP of its products."""
@@ -230,7 +254,8 @@ def predict(shape: ModelShape, machine: Machine, layout: Layout, wave: WaveShape
             busy[t.action.device] = busy.get(t.action.device, 0.0) + (t.end_us - t.start_us) / total
     uploads = [t.action for t in timed if t.action.verb is Verb.UPLOAD]
     uploaded = sum(
-        shape.expert_bytes(a.layer) * layout.slabs[a.layer][a.slab].n_experts / shape.n_expert for a in uploads
+        shape.expert_bytes(a.layer) * schedule.n_in(layout.slabs[a.layer][a.slab], shape.n_expert) / shape.n_expert
+        for a in uploads
     )
     return Prediction(total, uploaded, busy)
 

@@ -14,7 +14,7 @@ from overspill.pipeline.host_share import HostShare
 from overspill.pipeline.ledger import Resource
 from overspill.pipeline.schedule import Action
 from overspill.pipeline.wave import Ubatch
-from overspill.pipeline.work import Angles, Work
+from overspill.pipeline.work import Work
 
 MAX_STEP_TOKENS = 32
 _HEADER_WORDS = 2
@@ -52,8 +52,8 @@ class StepWork(Work):
     inputs: dict[int, Buffer]
     _latest: dict[Resource, list[torch.Tensor]]
 
-    def begin_wave(self) -> None:
-        super().begin_wave()
+    def begin_wave(self, n_on_cpu: int = 0) -> None:
+        super().begin_wave(n_on_cpu)
         self._latest = {}
 
     def rows(self, resource: Resource, n_tokens: int) -> list[torch.Tensor]:
@@ -89,7 +89,7 @@ class StepWork(Work):
         """Prepare the CPU's share of a layer; False where that cannot be."""
         return share.prepare(self._model, action, self._host_experts[action.layer], self._host_ops)
 
-    def _view(self, ubatch: Ubatch, device: int, m: int, turned: Angles) -> UbatchView:
+    def _view(self, ubatch: Ubatch, device: int, m: int) -> UbatchView:
         if device == self._layout.host:
             raise AssertionError("layers of the CPU are not recorded")
         found = inputs_in(self.inputs[device].tensor, ubatch.n_tokens)
@@ -97,9 +97,8 @@ class StepWork(Work):
             ubatch.segments,
             found.positions,
             found.ids,
-            turned,
-            Steps(found.slots, found.positions),
-            StateSteps(found.states_before, found.states_after),
+            steps=Steps(found.slots, found.positions),
+            state_rows=StateSteps(found.states_before, found.states_after),
         )
 
     def _ids(self, action: Action, ubatch: Ubatch) -> torch.Tensor:

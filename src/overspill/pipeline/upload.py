@@ -70,6 +70,12 @@ class HostExperts:
         slot_of = np.where(mine, np.arange(self.n_experts, dtype=np.int32), np.int32(-1))
         return replace(self.in_place(), slot_of=slot_of)
 
+    def the_last(self, n: int) -> ExpertWeights:
+        """The experts with the highest ids, where they are, for the CPU."""
+        slot_of = np.arange(self.n_experts, dtype=np.int32)
+        slot_of[: self.n_experts - n] = -1
+        return replace(self.in_place(), slot_of=slot_of)
+
     def in_place(self) -> ExpertWeights:
         """All experts where they are, for the CPU; every part must be on the host."""
         gate, up, down = (part.stacked(part.buffer.host_tensor, self.n_experts) for part in self.host_parts)

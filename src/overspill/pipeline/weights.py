@@ -70,19 +70,29 @@ def load(
     progress: Callable[[int], None] = lambda n_bytes: None,
     mode: LoadMode = LoadMode.AUTO,
     n_threads: int = 4,
+    is_asynchronous: bool = True,
     widens_dense: bool = False,
 ) -> Loaded:
     """Read all tensors of `specs` (those the file has).
 
     is_on_host: which expert tensors of a layer with host experts stay there. progress: called with the bytes of each
-    tensor done. n_threads: read experts that stay in host RAM. widens_dense: dense matrices of accelerators become
-    bfloat16 here (see `models.describe.is_widened`), where their kernels can.
+    tensor done. n_threads: read experts that stay in host RAM. is_asynchronous: weights go up to an accelerator while
+    the next ones are read. widens_dense: dense matrices of accelerators become bfloat16 here (see
+    `models.describe.is_widened`), where their kernels can.
     """
     by_layer, top = _by_layer(specs, hp.n_layer)
     shared = [spec for name, spec in top.items() if name.startswith("rope_")]
     with TensorReader(source, is_direct=mode is LoadMode.DIO) as reader:
         loader = _Loader(
-            source, reader, devices, ops_of, progress, mode=mode, n_threads=n_threads, widens_dense=widens_dense
+            source,
+            reader,
+            devices,
+            ops_of,
+            progress,
+            mode=mode,
+            n_threads=n_threads,
+            is_asynchronous=is_asynchronous,
+            widens_dense=widens_dense,
         )
         blocks: list[Block] = []
         staged: dict[int, list[str]] = {}
@@ -165,6 +175,7 @@ class _Loader:
         *,
         mode: LoadMode,
         n_threads: int,
+        is_asynchronous: bool,
         widens_dense: bool,
     ) -> None:
         self._source = source
@@ -174,6 +185,7 @@ class _Loader:
         self._progress = progress
         self._mode = mode
         self._n_threads = n_threads
+        self._is_asynchronous = is_asynchronous
         self._widens_dense = widens_dense
         self._ring: LoadRing | None = None
         self._mapped: dict[str, Bytes] = {}
@@ -308,4 +320,7 @@ class _Loader:
             largest = max(info.n_bytes for info in self._source.tensors.values())
             chunk_bytes = load_chunk_bytes(largest, self._devices.host.free_bytes, most=_RING_BYTES)
             self._ring = LoadRing(self._devices.host, chunk_bytes=chunk_bytes)
-        return self._ring.send(target, read)
+        arrived = self._ring.send(target, read)
+        if not self._is_asynchronous:
+            arrived.wait_host()
+        return arrived

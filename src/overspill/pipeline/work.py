@@ -7,7 +7,7 @@ action names; everything they need of the wave is bound when the action is given
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -26,8 +26,6 @@ from overspill.pipeline.split import Layout
 from overspill.pipeline.upload import HostExperts, staged, upload_parts, widened
 from overspill.pipeline.wave import Ubatch
 from overspill.quant.experts import ExpertWeights
-
-Angles = dict[Hashable, tuple[torch.Tensor, torch.Tensor]]
 
 
 class Work:
@@ -55,7 +53,11 @@ class Work:
         self._rings = rings
         self._tables = tables
         self._slab_ids: dict[tuple[int, int], Sequence[int]] = {}
-        self._turned: defaultdict[tuple[int, int], Angles] = defaultdict(dict)
+        self._n_on_cpu = 0
+        # Made by the first work of a wave, on its device, that needs them.
+        self._views: defaultdict[tuple[int, int], list[UbatchView]] = defaultdict(list)
+        self._caches: dict[int, KvCache] = {}
+        self._wide: dict[tuple[int, int, int], ExpertWeights] = {}
         self._compute: dict[Verb, Callable[[Action, Ubatch], Callable[[], None]]] = {
             Verb.EMBED: self._embed,
             Verb.LAYERS: self._layers,
@@ -74,6 +76,11 @@ class Work:
 
     def give(self, action: Action, stream: Stream, ubatches: Sequence[Ubatch]) -> None:
         """Give an action to its stream."""
+        make = self._compute.get(action.verb)
+        if make is not None:
+            if action.slab < 0 or self._ids_of(action.layer, action.slab):
+                self._launch(action, stream, make(action, ubatches[action.ubatch]))
+            return  # nothing was uploaded where the experts selected have all found room in earlier slabs
         match action.verb:
             case Verb.INPUTS:
                 self._copy(action, stream, len(ubatches) * 2 * self._memory.sizes.n_ubatch * 4)
@@ -88,12 +95,11 @@ class Work:
             case Verb.DOWNLOAD:
                 n_rows = len(self.output_rows(ubatches[action.ubatch], action.chunk))
                 self._copy(action, stream, n_rows * self._model.hparams.n_vocab * 4)
-            case Verb.WIDEN | Verb.EXPERTS if action.slab >= 0 and not self._ids_of(action.layer, action.slab):
-                pass  # nothing was uploaded: the experts selected have all found room in earlier slabs
             case Verb.WIDEN:
-                self._launch(action, stream, self._widen(action))
+                if self._ids_of(action.layer, action.slab):
+                    self._launch(action, stream, self._widen(action))
             case _:
-                self._launch(action, stream, self._compute[action.verb](action, ubatches[action.ubatch]))
+                raise AssertionError(action.verb)
 
     def _launch(self, action: Action, stream: Stream, body: Callable[[], None]) -> None:
         reads, writes = self._memory.all_of(action.reads), self._memory.all_of(action.writes)
@@ -124,26 +130,35 @@ class Work:
         if ids:
             self._memory.history.add(ids, (Segment(slot, 0, len(ids)),))
 
-    def begin_wave(self) -> None:
-        """Slabs hold the experts of the layout again, and no angles of a former wave are left."""
+    def begin_wave(self, n_on_cpu: int = 0) -> None:
+        """Slabs hold the experts of the layout again, and nothing that depends on a former wave's positions is left.
+
+        n_on_cpu: see `WaveSchedule`.
+        """
         self._slab_ids.clear()
-        self._turned = defaultdict(dict)
+        self._n_on_cpu = n_on_cpu
+        self._views = defaultdict(list)
 
     def _ids_of(self, i_layer: int, i_slab: int) -> Sequence[int]:
         chosen = self._slab_ids.get((i_layer, i_slab))
-        return range(*self._layout.slabs[i_layer][i_slab]) if chosen is None else chosen
+        if chosen is not None:
+            return chosen
+        slabs = self._layout.slabs[i_layer]
+        return range(slabs[i_slab].first, min(slabs[i_slab].last, slabs[-1].last - self._n_on_cpu))
 
     def _one(self, resource: Resource) -> Buffer:
         (buffer,) = self._memory[resource]
         return buffer
 
-    def _view(self, ubatch: Ubatch, device: int, m: int, turned: Angles) -> UbatchView:
+    def _view(self, ubatch: Ubatch, device: int, m: int) -> UbatchView:
         positions, ids = self._one(("pos", device)).tensor[m, :, : ubatch.n_tokens]
-        return UbatchView(ubatch.segments, positions, ids, turned)
+        return UbatchView(ubatch.segments, positions, ids)
 
     def _cache(self, i_layer: int) -> KvCache:
         tensors = [buffer.tensor for buffer in self._memory["kv", i_layer]]
-        return KvCache.over(self._model.hparams.kv_shape(i_layer), tensors)
+        if i_layer not in self._caches:
+            self._caches[i_layer] = KvCache.over(self._model.hparams.kv_shape(i_layer), tensors)
+        return self._caches[i_layer]
 
     def _x(self, action: Action, ubatch: Ubatch) -> torch.Tensor:
         (x,) = self.rows(("x", action.device, action.ubatch), ubatch.n_tokens)
@@ -163,26 +178,27 @@ class Work:
         return self._one(("pos", action.device)).tensor[action.ubatch, 1, : ubatch.n_tokens]
 
     def _layers(self, action: Action, ubatch: Ubatch) -> Callable[[], None]:
-        turned = self._turned[action.device, action.ubatch]
+        views = self._views[action.device, action.ubatch]
 
         def body() -> None:
-            target = self._x(action, ubatch)
-            view = self._view(ubatch, action.device, action.ubatch, turned)
-            x = target
+            target = x = self._x(action, ubatch)
+            if not views:
+                views.append(self._view(ubatch, action.device, action.ubatch))
             for i in range(action.layer, action.last_layer):
-                x = forward_layer(self._model, i, x, self._cache(i), view)
+                x = forward_layer(self._model, i, x, self._cache(i), views[0])
             target.copy_(x)
 
         return body
 
     def _attend(self, action: Action, ubatch: Ubatch) -> Callable[[], None]:
-        turned = self._turned[action.device, action.ubatch]
+        views = self._views[action.device, action.ubatch]
 
         def body() -> None:
             target = self._x(action, ubatch)
-            view = self._view(ubatch, action.device, action.ubatch, turned)
-            x = self._model.attend(action.layer, target, self._cache(action.layer), view)
-            routing = self._model.route(action.layer, x, view)
+            if not views:
+                views.append(self._view(ubatch, action.device, action.ubatch))
+            x = self._model.attend(action.layer, target, self._cache(action.layer), views[0])
+            routing = self._model.route(action.layer, x, views[0])
             assert routing is not None
             self._keep(("x", action.device, action.ubatch), [x])
             self._keep(("route", action.device, action.ubatch), routing)
@@ -258,6 +274,8 @@ class Work:
 
     def _fetched(self, action: Action, ops: Ops) -> ExpertWeights:
         """What a party reads from host memory; the CPU reads it where it is."""
+        if action.n_experts >= 0:
+            return self._host_experts[action.layer].the_last(action.n_experts)
         who = self._who(action)
         if action.device == self._layout.host:
             return self._host_experts[action.layer].of_party(who, action.device)
@@ -293,9 +311,15 @@ class Work:
         return staged(self._host_experts[layer], ids, slot.tensor, resident, self._model.expert_vectors(layer))
 
     def _widened(self, action: Action, ids: Sequence[int]) -> ExpertWeights:
-        layer, wide = action.layer, self._one(("wide", action.device))
-        resident = partial(self._model.resident_part, layer)
-        return widened(self._host_experts[layer], ids, wide.tensor, resident, self._model.expert_vectors(layer))
+        layer, wide = action.layer, self._one(("wide", action.device)).tensor
+        key = layer, action.slab, len(ids)
+        known = self._wide.get(key)
+        if known is None or isinstance(ids, list):
+            resident = partial(self._model.resident_part, layer)
+            known = widened(self._host_experts[layer], ids, wide, resident, self._model.expert_vectors(layer))
+            if not isinstance(ids, list):
+                self._wide[key] = known
+        return known
 
     def _widen(self, action: Action) -> Callable[[], None]:
         ids, ops = self._ids_of(action.layer, action.slab), self._model.ops(action.layer)

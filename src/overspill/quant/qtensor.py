@@ -7,10 +7,17 @@ into float32. Indexing the first dimension gives a view (one expert of a stacked
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from overspill.gguf.types import TensorType
+
+_DTYPES = {
+    TensorType.F32: torch.float32,
+    TensorType.BF16: torch.bfloat16,
+    TensorType.F16: torch.float16,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +40,12 @@ class QTensor:
     @property
     def n_bytes(self) -> int:
         return self.data.numel()
+
+    @cached_property
+    def plain(self) -> torch.Tensor | None:
+        """The values in place, `shape`; None where they are stored in blocks, or not as floats."""
+        dtype = _DTYPES.get(self.type)
+        return None if dtype is None else self.data.view(dtype)
 
     def __getitem__(self, index: int) -> QTensor:
         return QTensor(self.data[index], self.type, self.shape[1:])

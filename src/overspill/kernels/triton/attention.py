@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from overspill.kernels.triton.attend import Attend
 from overspill.kernels.triton.chooser import AttentionChooser, Heads
 from overspill.kernels.triton.flash import flash
+
+_CHOICES_KEPT = 4096
 
 
 class AttentionOp:
@@ -14,6 +17,7 @@ class AttentionOp:
     def __init__(self, device: torch.device, chooser: AttentionChooser) -> None:
         self._device = device
         self._chooser = chooser
+        self._chosen: dict[tuple[Heads, int, int], Attend] = {}
 
     def __call__(
         self,
@@ -26,7 +30,7 @@ class AttentionOp:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `kernels.Attention`; returns the dtype of the cache."""
-        q = q.to(k.dtype)
+        q = q if q.dtype == k.dtype else q.to(k.dtype)
         T, H, A = q.shape
         G, C, B = v.shape
         if window is not None and window >= C:
@@ -34,4 +38,10 @@ class AttentionOp:
         is_plain = window is None and sinks is None and A == B
         if not is_plain or self._device.type != "cuda":
             return flash(q, k, v, scale=scale, window=window, sinks=sinks)
-        return self._chooser.choose(Heads(H, G, A, q.dtype), T, C, self._device).attend(q, k, v, scale=scale)
+        problem = Heads(H, G, A, q.dtype), T, C
+        attend = self._chosen.get(problem)
+        if attend is None:
+            if len(self._chosen) >= _CHOICES_KEPT:
+                self._chosen.clear()
+            attend = self._chosen[problem] = self._chooser.choose(*problem, self._device).attend
+        return attend(q, k, v, scale=scale)

@@ -105,7 +105,7 @@ def dequantize_f32(q: QTensor) -> torch.Tensor:
 
 def plain_view(q: QTensor, dtype: torch.dtype) -> torch.Tensor | None:
     """The values of `q` in place, where it is stored as `dtype`; None where it has to be dequantised."""
-    return q.data.view(dtype) if q.type is PLAIN.get(dtype) else None
+    return q.plain if q.type is PLAIN.get(dtype) else None
 
 
 def _stack_of_one(q: QTensor) -> QTensor:

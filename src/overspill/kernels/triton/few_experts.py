@@ -152,8 +152,10 @@ Parts = tuple[QTensor, QTensor, QTensor]
 
 def can_add(n_tokens: int, parts: Parts) -> bool:
     """Whether `add_experts` takes and suits these."""
-    is_whole = parts[2].data.is_contiguous() and all(q.data[0].is_contiguous() for q in parts[:2] if len(q.data))
-    return 0 < n_tokens <= MAX_EXPERT_TOKENS and is_whole and all(map(can_read, parts)) and parts[0].shape[0] > 0
+    if not 0 < n_tokens <= MAX_EXPERT_TOKENS or not parts[0].shape[0]:
+        return False
+    is_whole = parts[2].data.is_contiguous() and all(q.data[0].is_contiguous() for q in parts[:2])
+    return is_whole and all(map(can_read, parts))
 
 
 def add_experts(

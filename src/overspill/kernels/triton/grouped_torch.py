@@ -54,16 +54,16 @@ def gather(x: torch.Tensor, rows: Sorted, n_used: int, out: torch.Tensor) -> Non
     """out[r] = x[order[r] // n_used]. x: `[T, D]`; out: `[T K, D]`."""
     D = x.shape[1]
     block = min(_MAX_BLOCK, power_of_two(D))
-    args = (x, out, rows.order, rows.offsets, len(rows.offsets) - 1)
-    _gather_kernel((cdiv(len(out), _ROWS), cdiv(D, block)), args, (n_used, D, _ROWS, block), _TUNING)
+    args = (x, out, rows.order, rows.offsets, rows.offsets.shape[0] - 1)
+    _gather_kernel((cdiv(out.shape[0], _ROWS), cdiv(D, block)), args, (n_used, D, _ROWS, block), _TUNING)
 
 
 def activate(gate_up: torch.Tensor, rows: Sorted, function: Gated, out: torch.Tensor) -> None:
     """out = function(gate, up). gate_up: `[T K, 2 F]`; out: `[T K, F]`."""
     F = out.shape[1]
     block = min(_MAX_BLOCK, power_of_two(F))
-    args = (gate_up, out, rows.offsets, len(rows.offsets) - 1)
-    _activate_kernel((cdiv(len(out), _ROWS), cdiv(F, block)), args, (F, *function, _ROWS, block), _TUNING)
+    args = (gate_up, out, rows.offsets, rows.offsets.shape[0] - 1)
+    _activate_kernel((cdiv(out.shape[0], _ROWS), cdiv(F, block)), args, (F, *function, _ROWS, block), _TUNING)
 
 
 def products(

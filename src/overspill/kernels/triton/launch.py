@@ -36,6 +36,7 @@ class Tuning(NamedTuple):
 
 
 _PLAIN = Tuning()
+_Tensor = torch.Tensor
 CHAIN_FROM: tuple[int, int] | None = None
 """Compute capability from which kernels are chained, at least 9.0; None: they are not."""
 
@@ -70,7 +71,7 @@ class Kernel:
         device = args[0].get_device()
         if self._may_chain:
             constants = (*constants, self._is_compiled and CHAIN_FROM is not None and _capability(device) >= CHAIN_FROM)
-        key = (device, constants, tuning, *map(_variant, args))
+        key = (device, constants, tuning, *[_variant(arg) for arg in args])
         program = self._programs.get(key)
         if program is not None:
             _start(program, device, grid, args + constants)
@@ -100,12 +101,15 @@ def power_of_two(n: int) -> int:
 
 def _variant(arg: Any) -> Any:
     """What Triton specialises on."""
-    if isinstance(arg, torch.Tensor):
-        return arg.dtype, arg.data_ptr() % 16 == 0
+    if type(arg) is _Tensor:
+        return arg.dtype if arg.data_ptr() % 16 == 0 else (arg.dtype,)
     return type(arg)
 
 
 def _start(program: Any, device: int, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:
-    x, y, z = (*grid, 1, 1)[:3]
+    n = len(grid)
     stream = driver.active.get_current_stream(device)
-    program.run(x, y, z, stream, program.function, program.packed_metadata, None, None, None, *args)
+    program.run(
+        grid[0], grid[1] if n > 1 else 1, grid[2] if n > 2 else 1,
+        stream, program.function, program.packed_metadata, None, None, None, *args,
+    )  # fmt: skip

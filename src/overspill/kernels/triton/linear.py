@@ -72,7 +72,7 @@ class LinearOp:
 
     def _is_few(self, x: torch.Tensor, weights: Sequence[QTensor]) -> bool:
         is_f32 = weights[0].type is TensorType.F32
-        return skinny.can_multiply(x, weights) and (len(x) == 1 or not is_f32)
+        return skinny.can_multiply(x, weights) and (x.shape[0] == 1 or not is_f32)
 
     def _rounding(self, weight: QTensor) -> torch.dtype:
         return torch.float32 if weight.type is TensorType.F32 else self._dtype

@@ -76,6 +76,16 @@ class _Part(NamedTuple):
     n: int
 
 
+class _Plain(NamedTuple):
+    """Experts that are used where they lie, and what every call with them needs. gate_up: see `gate_up_of`."""
+
+    weights: ExpertWeights
+    maps: SlotMap
+    stacks: Stacks
+    gate_up: torch.Tensor | None
+    extras: Extras
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Job:
     """What is the same for all parts of a call."""
@@ -94,6 +104,7 @@ class MoeOp:
         self._dtype = dtype
         self._may_use_torch = may_use_torch
         self._maps = SlotMaps(workspace.device)
+        self._plain: _Plain | None = None
 
     def __call__(
         self,
@@ -109,23 +120,41 @@ class MoeOp:
             assert can_add(len(x), weights.parts), "only few tokens have experts that the host does not know"
             self._add_few(x, Pairs(ids, mix, weights.slot_of, weights.n_slices), weights, activation, out)
             return
-        maps = self._maps.of(weights)
-        if can_add(len(x), weights.parts):
+        plain = self._plain_of(weights)
+        maps = self._maps.of(weights) if plain is None else plain.maps
+        if can_add(x.shape[0], weights.parts):
             self._add_few(x, Pairs(ids, mix, maps.slot_of, weights.n_slices), weights, activation, out)
             return
         x = x.to(self._dtype)
         ids, mix = (given.contiguous() for given in sliced(ids, mix, weights.n_slices))
+        n_pairs, n_experts = ids.numel(), maps.slot_of.shape[0]
         job = _Job(
             shape=Shape(ids.shape[1], *_widths(weights)),
-            tile_m=grouped.tile_rows(ids.numel(), len(maps.slot_of)),
+            tile_m=grouped.tile_rows(n_pairs, n_experts),
             activate=gated(activation, weights.vectors.limit),
-            is_for_torch=self._is_for_torch(ids.numel() / len(maps.slot_of), weights),
+            is_for_torch=self._is_for_torch(n_pairs / n_experts, weights),
         )
+        if plain is not None:
+            rows = sort_pairs(ids, maps.slot_of, 0, weights.gate.shape[0], job.tile_m, self._workspace)
+            y = self._products(x, rows, plain.stacks, plain.gate_up, plain.extras, job)
+            combine(out, y, ids, mix, rows.inverse)
+            return
         for part in self._parts(weights):
             rows = sort_pairs(ids, maps.slot_of, part.first, part.n, job.tile_m, self._workspace)
-            stacks = self._stacks(weights, part, rows)
-            y = self._products(x, rows, stacks, _extras(weights.vectors, maps, part), job)
+            stacks = self._dequantised(weights, part, rows)
+            y = self._products(x, rows, stacks, gate_up_of(stacks), _extras(weights.vectors, maps, part), job)
             combine(out, y, ids, mix, rows.inverse)
+
+    def _plain_of(self, weights: ExpertWeights) -> _Plain | None:
+        """None where they have to be dequantised. The latest are kept: all ubatches of a wave use a layer's in turn."""
+        if self._plain is None or self._plain.weights is not weights:
+            views = [plain_view(q, self._dtype) for q in weights.parts]
+            if any(view is None for view in views):
+                return None
+            maps, stacks = self._maps.of(weights), Stacks(*(view for view in views if view is not None))
+            extras = _extras(weights.vectors, maps, _Part(0, weights.gate.shape[0]))
+            self._plain = _Plain(weights, maps, stacks, gate_up_of(stacks), extras)
+        return self._plain
 
     def _add_few(
         self, x: torch.Tensor, pairs: Pairs, weights: ExpertWeights, activation: Activation, out: torch.Tensor
@@ -138,20 +167,13 @@ class MoeOp:
         return self._may_use_torch and aligned and weights.vectors.is_empty and rows_an_expert > _MANY_ROWS
 
     def _parts(self, weights: ExpertWeights) -> Iterator[_Part]:
-        n = weights.gate.shape[0]
-        n_fit = n
-        if any(plain_view(q, self._dtype) is None for q in weights.parts):
-            _, F, D = weights.gate.shape
-            n_fit = max(1, self._workspace.weight_bytes // wide_bytes(1, D, F, dtype=self._dtype))
+        n, F, D = weights.gate.shape
+        n_fit = max(1, self._workspace.weight_bytes // wide_bytes(1, D, F, dtype=self._dtype))
         for first in range(0, n, n_fit):
             yield _Part(first, min(n_fit, n - first))
 
-    def _stacks(self, weights: ExpertWeights, part: _Part, rows: Sorted) -> Stacks:
+    def _dequantised(self, weights: ExpertWeights, part: _Part, rows: Sorted) -> Stacks:
         """The part's matrices as plain numbers; experts without tokens stay undefined."""
-        last = part.first + part.n
-        views = [plain_view(q, self._dtype) for q in weights.parts]
-        if not any(view is None for view in views):
-            return Stacks(*(view[part.first : last] for view in views if view is not None))
         _, F, D = weights.gate.shape
         buffer = self._workspace.reserve("weights", wide_bytes(part.n, D, F, dtype=self._dtype))
         scratch = stacks_in(buffer, part.n, F, D, self._dtype)
@@ -159,13 +181,14 @@ class MoeOp:
             dequantize_into(q, stack, first=part.first, offsets=rows.offsets)
         return scratch
 
-    def _products(self, x: torch.Tensor, rows: Sorted, stacks: Stacks, extras: Extras, job: _Job) -> torch.Tensor:
+    def _products(
+        self, x: torch.Tensor, rows: Sorted, stacks: Stacks, gate_up: torch.Tensor | None, extras: Extras, job: _Job
+    ) -> torch.Tensor:
         """The output of every row of work, `[T K, D]`; rows from offsets[-1] on are not defined."""
-        n_rows, shape = len(rows.order), job.shape
+        n_rows, shape = rows.order.shape[0], job.shape
         hidden = self._workspace.take("hidden", (n_rows, shape.F), self._dtype)
         y = self._workspace.take("outputs", (n_rows, shape.D), self._dtype)
-        gate_up = gate_up_of(stacks) if job.is_for_torch else None
-        if gate_up is not None:
+        if job.is_for_torch and gate_up is not None:
             return grouped_torch.products(x, gate_up, stacks.down, rows, shape.n_used, job.activate, y, hidden)
         grouped.gate_up(x, stacks, rows, hidden, extras, shape, job.activate, job.tile_m)
         grouped.down(hidden, stacks, rows, y, extras, shape, job.tile_m)

@@ -141,11 +141,12 @@ class Norm(NamedTuple):
 
 def can_multiply(x: torch.Tensor, weights: Sequence[QTensor]) -> bool:
     """Whether `multiply` takes and suits these."""
-    first = weights[0]
-    if len(x) > 1 and len(weights) == 1 and first.type in PLAIN.values() and len(first.data) < MIN_ROWS:
+    n_tokens, first = x.shape[0], weights[0]
+    if not 0 < n_tokens <= MAX_TOKENS or len(weights) > _N_WEIGHTS:
         return False
-    is_alike = all(w.type is first.type and w.shape[1] == first.shape[1] for w in weights)
-    return 0 < len(x) <= MAX_TOKENS and len(weights) <= _N_WEIGHTS and is_alike and can_read(first)
+    if n_tokens > 1 and len(weights) == 1 and first.type in PLAIN.values() and len(first.data) < MIN_ROWS:
+        return False
+    return all(w.type is first.type and w.shape[1] == first.shape[1] for w in weights) and can_read(first)
 
 
 def multiply(

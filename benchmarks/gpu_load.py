@@ -1,0 +1,197 @@
+"""Loading of a real file: a 32.5 GB GGUF on tmpfs, experts pinned, in several modes, with what each part takes.
+
+    python benchmarks/gpu_load.py [--layers 48] [--dir /dev/shm] [--out FILE]
+
+Needs a GPU and 75 GB of free host RAM; about two minutes. The file has Qwen3-30B-A3B's shape in Q8_0. Blocks are random
+and the same in every layer, so that it is written at the speed of memory. Parts, in seconds: `index` opens the file and
+reads its header and table; `machine` measures links and compute; `plan`; `buffers` reserves activations, cells and
+staging; `dense` is what goes to the devices; `pin` reserves and registers memory for experts; `read` fills it. The
+first run, which warms up CUDA, is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pkgutil
+import struct
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from overspill import LLM
+from overspill.bench.shapes import SHAPES
+from overspill.bench.synth import SyntheticModel, synthetic
+
+SHAPE, QUANT = "qwen3-30b-a3b", "Q8_0"
+_ALIGNMENT = 32
+_WRITERS = 16
+_U32, _F32, _BOOL, _STRING, _U64 = 4, 6, 7, 8, 10
+
+
+def text(value: str) -> bytes:
+    raw = value.encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def key(name: str, value: object) -> bytes:
+    match value:
+        case bool():
+            return text(name) + struct.pack("<IB", _BOOL, value)
+        case int():
+            return text(name) + struct.pack("<II", _U32, value)
+        case float():
+            return text(name) + struct.pack("<If", _F32, value)
+        case str():
+            return text(name) + struct.pack("<I", _STRING) + text(value)
+    raise TypeError(f"{name}: {value!r}")
+
+
+def header(model: SyntheticModel, values: dict[str, object]) -> tuple[bytes, dict[str, int]]:
+    """The head of the file, padded, and where each tensor's bytes begin."""
+    table, offsets, end = b"", {}, 0
+    for name, info in model.tensors.items():
+        dims = tuple(reversed(info.shape))
+        table += text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, int(info.type), end)
+        offsets[name] = end
+        end += -(-info.n_bytes // _ALIGNMENT) * _ALIGNMENT
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(model.tensors), len(values))
+    head += b"".join(key(name, value) for name, value in values.items()) + table
+    head += bytes(-len(head) % _ALIGNMENT)
+    return head, {name: len(head) + offset for name, offset in offsets.items()}
+
+
+def write(path: Path, n_layer: int) -> int:
+    """Write the model on many threads; returns its bytes."""
+    model = synthetic(SHAPE, quant=QUANT, n_layer=n_layer)
+    values = SHAPES[SHAPE] | {"qwen3moe.block_count": n_layer}
+    head, offsets = header(model, dict(values))
+    kinds = {name: name.split(".", 2)[2] for name in model.tensors if name.startswith("blk.")}
+    firsts = {kind: model.bytes_of(f"blk.0.{kind}").data for kind in set(kinds.values())}
+
+    def put(name: str) -> None:
+        raw = memoryview(firsts[kinds[name]] if name in kinds else np.ascontiguousarray(model.bytes_of(name)).data)
+        done = 0
+        while done < len(raw):
+            done += os.pwrite(fd, raw[done : done + (64 << 20)], offsets[name] + done)
+
+    fd = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+    try:
+        os.pwrite(fd, head, 0)
+        os.ftruncate(fd, max(offsets[name] + info.n_bytes for name, info in model.tensors.items()))
+        with ThreadPoolExecutor(_WRITERS) as pool:
+            list(pool.map(put, model.tensors))
+        return os.fstat(fd).st_size
+    finally:
+        os.close(fd)
+
+
+class Parts:
+    """Seconds spent in functions, under the names of parts."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def timed(self, targets: dict[str, str]) -> Iterator[None]:
+        """Time functions, given as what they are called where they are looked up, by part."""
+        with ExitStack() as patches:
+            for target, part in targets.items():
+                path, _, name = target.rpartition(".")
+                owner: Any = pkgutil.resolve_name(path)
+                patches.enter_context(patch.object(owner, name, self._wrap(getattr(owner, name), part)))
+            yield
+
+    def _wrap(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
+        def timed(*args: Any, **named: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return function(*args, **named)
+            finally:
+                self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - started
+
+        return timed
+
+
+_PARTS = {
+    "overspill.llm.open_gguf": "index",
+    "overspill.llm.understand": "index",
+    "overspill.llm.machine_for": "machine",
+    "overspill.llm.choose": "plan",
+    "overspill.llm.Memory": "buffers",
+    "overspill.pipeline.weights._Loader.block": "dense",
+    "overspill.pipeline.weights._Loader.free_ring_host": "dense",
+    "overspill.pipeline.weights.Arena.place": "pin",
+    "overspill.pipeline.weights.Arena.fill": "read",
+}
+
+
+def load(path: Path, **options: Any) -> dict[str, Any]:
+    """Load once, and compute a token so that all is there."""
+    parts = Parts()
+    started = time.perf_counter()
+    with parts.timed(_PARTS):
+        llm = LLM(path, **options)
+    seconds = time.perf_counter() - started
+    with llm:
+        first = time.perf_counter()
+        llm.logits([1, 2, 3])
+        pinned = llm.counters()["pinned_bytes"]
+        first = time.perf_counter() - first
+    rounded = {name: round(value, 2) for name, value in parts.seconds.items()}
+    rest = round(seconds - sum(parts.seconds.values()), 2)
+    return {
+        "seconds": round(seconds, 2),
+        **rounded,
+        "rest": rest,
+        "pinned_bytes": pinned,
+        "first_wave": round(first, 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--dir", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--devices", default=f"cuda:0{',cuda:1' * (torch.cuda.device_count() > 1)}")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    wanted = round(32.5e9 * args.layers / 48)
+    free = os.statvfs(args.dir)
+    if free.f_bavail * free.f_frsize < wanted:
+        raise SystemExit(f"--dir {args.dir}: {wanted / 1e9:.1f} GB are needed and not free")
+    path = args.dir / "overspill-load.gguf"
+    rows: list[dict[str, Any]] = []
+
+    def note(row: dict[str, Any]) -> None:
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+
+    try:
+        started = time.perf_counter()
+        n_bytes = write(path, args.layers)
+        note({"file_bytes": n_bytes, "written_in": round(time.perf_counter() - started, 2)})
+        common = {"devices": args.devices, "cpu_moe": True, "n_ctx": 4096, "n_ubatch": 512}
+        load(path, **common)
+        for n_threads in (4, 8, 16):
+            note({"mode": "auto", "threads": n_threads, **load(path, **common, load_threads=n_threads)})
+        for mode in ("none", "dio", "mlock"):
+            note({"mode": mode, "threads": 8, **load(path, **common, load_mode=mode, load_threads=8)})
+        row = load(path, **common, async_load="off", load_threads=8)
+        note({"mode": "auto", "threads": 8, "async_load": "off", **row})
+    finally:
+        path.unlink(missing_ok=True)
+        if args.out:
+            args.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""Host time of prefill: what Python, torch and launches take per layer and ubatch, whatever the GPU computes.
+
+    python benchmarks/host_time.py [--ubatches 16] [--layers 24] [--profile 30] [--out FILE]
+
+A small model (so that a device is never the slower side), experts in host RAM, breadth-first. On a machine with a GPU
+everything is real. Without one, torch's streams and events, Triton's kernels and the large products are replaced by
+nothing: what is left is the Python of this project, and torch's own at about the cost that it has for a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import pstats
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from overspill import LLM
+from overspill.bench.families import qwen3moe
+from overspill.bench.synth import SyntheticModel
+from overspill.cache.cells import Segment
+from overspill.gguf.keys import Keys
+from overspill.gguf.types import TensorType
+from overspill.pipeline.wave import Ubatch, Wave
+
+N_UBATCH = 512
+
+
+def model(n_layer: int) -> SyntheticModel:
+    """Shaped like Qwen3-MoE, with matrices of some KiB, and enough rows per expert for large products."""
+    values = dict(qwen3moe(n_layer, 32, heads=(2, 1), n_ff=32, rope_base=1e6))
+    values |= {"qwen3moe.expert_count": 4, "qwen3moe.expert_used_count": 2, "qwen3moe.vocab_size": 64}
+    return SyntheticModel("host time", Keys.of(values, "host time"), TensorType.Q8_0)
+
+
+def wave(n_ubatches: int) -> Wave:
+    ids = tuple(i % 64 for i in range(N_UBATCH))
+    return Wave(tuple(Ubatch(ids, (Segment(0, i * N_UBATCH, N_UBATCH),)) for i in range(n_ubatches)))
+
+
+class _Nothing:
+    """Stands for streams, events, graphs and compiled kernels: every call returns at once."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def record(self, stream: object = None) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: object) -> float:
+        return 0.0
+
+    def wait_event(self, event: object) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _Program:
+    """A compiled kernel that does nothing."""
+
+    function, packed_metadata, n_started = 0, (), 0
+
+    def run(self, *args: object) -> None:
+        _Program.n_started += 1
+
+
+@contextmanager
+def no_gpu() -> Iterator[None]:
+    """Two GPUs that are not there."""
+    import overspill.kernels.triton as kernels
+    from overspill.device.base import Devices
+    from overspill.device.cpu import CpuDevice
+    from overspill.device.cuda import CudaDevice
+    from overspill.kernels.triton import attend, launch
+    from overspill.kernels.triton.flash import Partial
+    from overspill.placement.machine import DeviceSpec, Machine
+
+    specs = tuple(DeviceSpec(f"cuda:{i}", 80 << 30, 80 << 30, 55.0, 700.0) for i in range(2))
+    machine = Machine(1 << 36, specs, 105.0, 300.0, 150.0, 1000.0)
+
+    def open_for(options: object) -> Devices:
+        gpus = tuple(CudaDevice(i, cap_bytes=None) for i in range(2))
+        for gpu in gpus:
+            gpu.torch_device = torch.device("cpu")
+        host = CpuDevice(is_asynchronous=True, pinned_memory=lambda n: torch.zeros(n, dtype=torch.uint8))
+        return Devices(gpus, host)
+
+    class Chooser(kernels.AttentionChooser):
+        def _ranking(self, *of: object) -> list[attend.Candidate]:
+            return list(attend.CANDIDATES)
+
+    def ops_for(devices: Devices) -> Any:
+        from overspill.kernels import cpu
+
+        tables = {gpu.name: kernels.make_ops(gpu.torch_device, chooser=Chooser()) for gpu in devices.accelerators}
+        for table in tables.values():
+            vars(table.experts)["_may_use_torch"] = True
+            vars(table.attention)["_device"] = SimpleNamespace(type="cuda")
+        return lambda device: tables.get(device.name, cpu.OPS)
+
+    def product(x: torch.Tensor, w: torch.Tensor, **how: object) -> torch.Tensor:
+        return x.new_empty(len(x), w.shape[-1], dtype=how.get("out_dtype", x.dtype))
+
+    def add_product(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor, **how: object) -> torch.Tensor:
+        return torch.empty_like(y)
+
+    def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool, scale: float) -> Partial:
+        q, k, v = attend._batch(q, k, v)
+        return Partial(attend._rows(torch.empty_like(q)), q.new_empty(q.shape[1:3], dtype=torch.float32))
+
+    nothing = _Nothing()
+    cuda = {
+        "Stream": _Nothing,
+        "Event": _Nothing,
+        "CUDAGraph": _Nothing,
+        "set_stream": lambda stream: None,
+        "current_stream": lambda device=None: nothing,
+        "default_stream": lambda device=None: nothing,
+        "synchronize": lambda device=None: None,
+        "graph_pool_handle": lambda: (0, 0),
+        "mem_get_info": lambda device=None: (80 << 30, 80 << 30),
+        "memory_reserved": lambda device=None: 0,
+        "memory_allocated": lambda device=None: 0,
+        "empty_cache": lambda: None,
+    }
+    with ExitStack() as patches:
+        for name, value in cuda.items():
+            patches.enter_context(patch.object(torch.cuda, name, value))
+        for target, name, value in (
+            (launch.JITFunction, "run", lambda *args, **options: _Program()),
+            (launch.driver, "_active", SimpleNamespace(get_current_stream=lambda device: 0)),
+            (torch, "mm", product),
+            (torch, "addmm", add_product),
+            (torch, "_grouped_mm", lambda x, w, offs: x.new_empty(len(x), w.shape[2])),
+            (attend, "_cudnn", sdpa),
+        ):
+            patches.enter_context(patch.object(target, name, value))
+        for name, function in (
+            ("open_for", open_for),
+            ("ops_for", ops_for),
+            ("machine_for", lambda *of: machine),
+            ("with_rates", lambda plan, *of: plan),
+        ):
+            patches.enter_context(patch(f"overspill.llm.{name}", function))
+        yield
+
+
+def measure(llm: LLM, n_ubatches: int, n_profiled: int, order: str, repetitions: int) -> dict[str, Any]:
+    """Microseconds of the issuing thread per layer and ubatch, of the quickest wave; prints what takes longest."""
+    work, n_items = wave(n_ubatches), n_ubatches * llm.hparams.n_layer
+    llm.run_wave(work)
+    times = []
+    for _ in range(repetitions):
+        llm.runner.synchronize_host()
+        started = time.thread_time()
+        llm.run_wave(work)
+        times.append(1e6 * (time.thread_time() - started) / n_items)
+    if n_profiled:
+        llm.runner.synchronize_host()
+        profile = cProfile.Profile()
+        profile.runcall(llm.run_wave, work)
+        pstats.Stats(profile).sort_stats(order).print_stats(n_profiled)
+    return {"ubatches": n_ubatches, "us_per_item": round(min(times), 1), "all": [round(t, 1) for t in times]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ubatches", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--profile", type=int, default=0, metavar="N", help="show the N functions that take longest")
+    parser.add_argument("--sort", default="tottime", choices=("tottime", "cumtime"))
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    n = args.ubatches * N_UBATCH
+    is_real = torch.cuda.is_available()
+    options = {"n_ctx": n, "n_wave": n, "n_ubatch": N_UBATCH, "cpu_moe": True, "schedule": "breadth-first", "grain": 1}
+    with ExitStack() as setup:
+        if not is_real:
+            torch.set_num_threads(1)
+            setup.enter_context(no_gpu())
+        llm = setup.enter_context(LLM(model(args.layers), devices="cuda", **options))
+        row = {"real": is_real, **measure(llm, args.ubatches, args.profile, args.sort, args.repetitions)}
+        row["kernels_started"] = _Program.n_started
+    print(json.dumps(row))
+    if args.out:
+        args.out.write_text(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()
