@@ -226,23 +226,27 @@ def hidden_address() -> int:
         scratch = c.scratch + i_thread * SCRATCH_BYTES
         n_per_task = rows_per_task(c.n_hidden, max(c.n_groups, 1), c.n_threads)
         n_parts = (c.n_hidden + n_per_task - 1) // n_per_task
-        while True:
-            task = next_number(call + 8 * _I_TASK_HIDDEN)
-            if task >= c.n_groups * n_parts:
-                break
+        task = next_number(call + 8 * _I_TASK_HIDDEN)
+        while task < c.n_groups * n_parts:
+            following = next_number(call + 8 * _I_TASK_HIDDEN)
             group, row = task // n_parts, task % n_parts * n_per_task
             n_rows = min(n_per_task, c.n_hidden - row)
             first, i_row = load_i64(c.first, group), load_i64(c.slots, group) * c.n_hidden
             n, hidden = load_i64(c.first, group + 1) - first, c.pair_hidden + 8 * first
             up_row, e = up.address + (i_row + row) * up.row_bytes, load_i64(c.members, group)
+            next_read = 0
+            if following < c.n_groups * n_parts:
+                next_row = load_i64(c.slots, following // n_parts) * c.n_hidden + following % n_parts * n_per_task
+                next_read = gate.address + next_row * gate.row_bytes
             tokens = (n, c.gate_inputs + 8 * first, hidden, c.pair_limits + 4 * first)
             part = (c.gate, i_row * gate.row_bytes, row, n_rows, up_row)
             adjust = (_of_expert(c.gate_scales, e, 1), _of_expert(c.gate_biases, e, c.n_hidden))
             _call_multiply(c.multiply, (*part, *adjust, *tokens, STORE, scratch))
             tokens = (n, c.up_inputs + 8 * first, hidden, c.pair_limits + 4 * first)
-            part = (c.up, i_row * up.row_bytes, row, n_rows, 0)
+            part = (c.up, i_row * up.row_bytes, row, n_rows, next_read)
             adjust = (_of_expert(c.up_scales, e, 1), _of_expert(c.up_biases, e, c.n_hidden))
             _call_multiply(c.multiply, (*part, *adjust, *tokens, c.then, scratch))
+            task = following
 
     return c_function(hidden_of_experts, 2)
 
@@ -258,10 +262,9 @@ def down_address() -> int:
         down = _read_rows(c.down)
         scratch = c.scratch + i_thread * SCRATCH_BYTES
         n_per_task = rows_per_task(c.n_model, 1, c.n_threads)
-        while True:
-            row = next_number(call + 8 * _I_TASK_DOWN) * n_per_task
-            if row >= c.n_model:
-                break
+        row = next_number(call + 8 * _I_TASK_DOWN) * n_per_task
+        while row < c.n_model:
+            following = next_number(call + 8 * _I_TASK_DOWN) * n_per_task
             n_rows = min(n_per_task, c.n_model - row)
             for group in range(c.n_groups):
                 first, i_row = load_i64(c.first, group), load_i64(c.slots, group) * c.n_model
@@ -269,9 +272,12 @@ def down_address() -> int:
                 next_read = 0
                 if group + 1 < c.n_groups:
                     next_read = down.address + (load_i64(c.slots, group + 1) * c.n_model + row) * down.row_bytes
+                elif following < c.n_model:
+                    next_read = down.address + (load_i64(c.slots, 0) * c.n_model + following) * down.row_bytes
                 part, e = (c.down, i_row * down.row_bytes, row, n_rows, next_read), load_i64(c.members, group)
                 adjust = (_of_expert(c.down_scales, e, 1), _of_expert(c.down_biases, e, c.n_model))
                 tokens = (n, c.down_inputs + 8 * first, c.pair_outputs + 8 * first, weights)
                 _call_multiply(c.multiply, (*part, *adjust, *tokens, ADD, scratch))
+            row = following
 
     return c_function(down_of_experts, 2)

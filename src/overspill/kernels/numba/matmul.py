@@ -14,7 +14,7 @@ from overspill.kernels.numba import crew
 from overspill.kernels.numba.crew import run
 from overspill.kernels.numba.digits import digit_bytes, digitise
 from overspill.kernels.numba.jit import inner
-from overspill.kernels.numba.memory import next_number, reader, store_f32, store_i64
+from overspill.kernels.numba.memory import load_i64, next_number, reader, store_f32, store_i64
 from overspill.kernels.numba.native import Step, c_function, caller
 from overspill.kernels.numba.panel import (
     ADD,
@@ -31,8 +31,8 @@ from overspill.kernels.numba.target import SOURCE_DIGEST, TASK_ROWS, UNIT_ELEMEN
 from overspill.kernels.numba.workspace import WORKSPACE, Memory
 from overspill.quant.qtensor import QTensor
 
-# Tasks per thread: some, for the fast threads to take over from the slow; not many, as long runs of rows read faster.
-_TASKS_PER_THREAD = 4
+# Tasks per thread: many, for the fast threads to take over from the slow; each asks for the rows of the next.
+_TASKS_PER_THREAD = 12
 # Bytes of weights times tokens that are worth waking another thread for.
 _BYTES_PER_THREAD = 1 << 16
 # Activations that one thread makes digits of before another would be awake.
@@ -239,36 +239,50 @@ def _digitise_address() -> int:
     return c_function(digitise_tokens, 2)
 
 
+class _Task(NamedTuple):
+    """Up to `n_rows` rows of a product, from `row` at `address` on, times a block of tokens. product: 0 for no task."""
+
+    product: int
+    row: int
+    n_rows: int
+    i_block: int
+    address: int
+
+
+@inner
+def _find_task(c, number, n_blocks):
+    for i_product in range(c.n_products):
+        product = c.products + i_product * _PRODUCT_BYTES
+        n_rows = load_i64(product, 0)
+        n_per_task = rows_per_task(n_rows, 1, c.n_threads)
+        n_tasks = (n_rows + n_per_task - 1) // n_per_task * n_blocks
+        if number < n_tasks:
+            row, matrix = number // n_blocks * n_per_task, product + 8 * _N_PRODUCT
+            address = load_i64(matrix, 0) + row * load_i64(matrix, 1)
+            return _Task(product, row, n_per_task, number % n_blocks, address)
+        number -= n_tasks
+    return _Task(0, 0, 0, 0, 0)
+
+
 @cache
 def _work_address() -> int:
     digest = SOURCE_DIGEST
 
     def work_matmul(call, i_thread):
-        """Tasks are numbered through all matrices."""
+        """Tasks are numbered through all matrices. The next is taken early: it is asked for while this one is read."""
         _ = digest
         c = _read_call(call)
         n_blocks = (c.n_tokens + BLOCK_TOKENS - 1) // BLOCK_TOKENS
         scratch = c.scratch + i_thread * SCRATCH_BYTES
-        i_product, first_task, n_tasks = -1, 0, 0
-        n_per_task, product = 1, c.products
-        p = _read_product(product)
-        task = next_number(call + 8 * _COUNTER)
-        while True:
-            while task >= first_task + n_tasks:
-                i_product += 1
-                if i_product == c.n_products:
-                    return
-                first_task += n_tasks
-                product = c.products + i_product * _PRODUCT_BYTES
-                p = _read_product(product)
-                n_per_task = rows_per_task(p.n_rows, 1, c.n_threads)
-                n_tasks = (p.n_rows + n_per_task - 1) // n_per_task * n_blocks
-            i = task - first_task
-            row, first = i // n_blocks * n_per_task, i % n_blocks * BLOCK_TOKENS
-            n_rows, n_tokens = min(n_per_task, p.n_rows - row), min(BLOCK_TOKENS, c.n_tokens - first)
-            part = (product + 8 * _N_PRODUCT, 0, row, n_rows, 0, 0, 0)
+        task = _find_task(c, next_number(call + 8 * _COUNTER), n_blocks)
+        while task.product != 0:
+            following = _find_task(c, next_number(call + 8 * _COUNTER), n_blocks)
+            p, i_block = _read_product(task.product), task.i_block
+            first = i_block * BLOCK_TOKENS
+            n_rows, n_tokens = min(task.n_rows, p.n_rows - task.row), min(BLOCK_TOKENS, c.n_tokens - first)
+            part = (task.product + 8 * _N_PRODUCT, 0, task.row, n_rows, following.address, 0, 0)
             tokens = (n_tokens, p.inputs + 8 * first, p.outputs + 8 * first, c.weights + 4 * first)
             _call_multiply(c.multiply, (*part, *tokens, c.then, scratch))
-            task = next_number(call + 8 * _COUNTER)
+            task = following
 
     return c_function(work_matmul, 2)
