@@ -16,7 +16,7 @@ from overspill.kernels.numba.emit import I32, Vec, const_vec
 from overspill.kernels.numba.lanes import N_LANES, Lanes
 from overspill.quant.codebooks import FP4_VALUES, IQ4_VALUES
 
-_LOW, _TWO_BITS, _ONE_BIT, _SIGN = 0x0F0F0F0F, 0x03030303, 0x01010101, -0x7F7F7F80
+_LOW, _HIGH, _TWO_BITS, _ONE_BIT, _SIGN = 0x0F0F0F0F, -0x0F0F0F10, 0x03030303, 0x01010101, -0x7F7F7F80
 
 
 class Group(NamedTuple):
@@ -122,12 +122,14 @@ def _scales_and_minima(rows: Lanes) -> Iterator[tuple[Vec, Vec]]:
 
 
 def _q4_k(rows: Lanes) -> Iterator[Group]:
+    """High nibbles stay where they are: sixteen times the number, a sixteenth of the step, and the same bits."""
     scales = _scales_and_minima(rows)
     for run in range(4):
-        nibbles = _nibbles(rows.quads(16 + 32 * run, 32))
-        for half in (nibbles[:8], nibbles[8:]):
-            step, offset = next(scales)
-            yield Group(half, [step], [offset])
+        raw = rows.quads(16 + 32 * run, 32)
+        step, offset = next(scales)
+        yield Group([q & _LOW for q in raw], [step], [offset])
+        step, offset = next(scales)
+        yield Group([q & _HIGH for q in raw], [step * 0.0625], [offset])
 
 
 def _q5_k(rows: Lanes) -> Iterator[Group]:
