@@ -151,6 +151,8 @@ class LLM:
                 step_work = StepWork(*parts, tables=tables)
                 pace = CachePace(self.plan.uncached)
                 steps = StepRunner(self.devices, layout, memory, step_work, tables, self.n_threads, pace)
+            has_tally = n_spread and loaded.host_experts
+            self._tally = SpreadTally(self.devices, memory, layout, loaded.host_experts) if has_tally else None
             self.runner = Runner(
                 self.devices,
                 layout,
@@ -159,9 +161,8 @@ class LLM:
                 max_in_flight=self.plan.max_in_flight,
                 waits_on_host=self.options.force_xdev_sync,
                 steps=steps,
+                tally=self._tally,
             )
-            has_tally = n_spread and loaded.host_experts
-            self._tally = SpreadTally(self.devices, memory, layout, loaded.host_experts) if has_tally else None
             self._running = threading.Lock()
             self.watch = WaveWatch(self.devices)
             self._engine = Engine(

@@ -277,6 +277,7 @@ def pipe(
             step_work = StepWork(*parts, tables=tables)
             assert StepRunner.serves(devices, layout, hp)
             steps = StepRunner(devices, layout, memory, step_work, tables, n_threads=1)
+        tally = SpreadTally(devices, memory, layout, loaded.host_experts) if hp.n_expert else None
         runner = Runner(
             devices,
             layout,
@@ -285,9 +286,9 @@ def pipe(
             max_in_flight=max_in_flight,
             waits_on_host=waits_on_host,
             steps=steps,
+            tally=tally,
         )
         n_bytes = sum(experts.n_bytes for experts in loaded.host_experts.values())
-        tally = SpreadTally(devices, memory, layout, loaded.host_experts) if hp.n_expert else None
         for device in devices.all:
             device.reset_counters()
         yield Pipe(runner, devices, layout, n_bytes, memory, shape, loaded.residence, tally)

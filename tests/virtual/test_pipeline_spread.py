@@ -64,6 +64,22 @@ def _spoil_and_fill(
 SPOILING_OPS = replace(OPS, fill=_spoil_and_fill)
 
 
+def test_a_wave_that_ends_in_the_middle_leaves_nothing_in_slots() -> None:
+    """It has given slots to experts that nobody has fetched."""
+    expected = plain_logits(plain_model(tiny_source()), IDS, 8)
+    shape = Shape(1, slab_experts=N_EXPERT, n_cached=N_EXPERT)
+    settings = {"n_ubatch": 2, "n_ubatches": len(SIZES), "n_cells": len(IDS)}
+    with pipe(tiny_source(), shape, ops=SPOILING_OPS, **settings) as p:
+        p.poison()
+        schedule = p.schedule(Order.BREADTH_FIRST, Policy.SPREAD)
+        states = p.buffers("cache")[1::2]
+        for state in states:
+            state.raw()[0] = 0  # as if all were in the first slot
+        p.runner._is_interrupted = True
+        logits = run_all(p, IDS, SIZES, schedule, 2)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("n_cached", [0, 2, 6])
 @pytest.mark.parametrize("n_devices", [1, 2])
 def test_halves_of_experts_add_up(n_devices: int, n_cached: int) -> None:

@@ -58,17 +58,20 @@ def test_replayed_steps_give_the_same_bits(n_sequences: int, n_devices: int, hos
 
 @pytest.mark.parametrize("n_sequences", [1, 3])
 @pytest.mark.parametrize("n_devices", [1, 2])
-@pytest.mark.parametrize("n_cached", [N_USED, N_EXPERT])
-def test_replayed_steps_with_cached_experts_give_the_same_bits(n_sequences: int, n_devices: int, n_cached: int) -> None:
+@pytest.mark.parametrize(("n_expert", "n_cached", "n_slices"), [(N_EXPERT, N_USED, 1), (N_EXPERT, 4, 1), (8, 3, 2)])
+def test_replayed_steps_with_cached_experts_give_the_same_bits(
+    n_sequences: int, n_devices: int, n_expert: int, n_cached: int, n_slices: int
+) -> None:
     """From the same contents of the cache on: what is recorded runs once before, and leaves experts in it."""
-    shape = Shape(n_devices, slab_experts=N_EXPERT, n_cached=n_cached)
+    source = tiny_source() if n_slices == 1 else Case("qwen3moe").source
+    shape = Shape(n_devices, slab_experts=n_expert, n_cached=n_cached, n_slices=n_slices)
     settings = {"n_ubatch": 8, "n_ubatches": 1, "n_cells": 16, "n_slots": 3}
     results, counts = [], []
     for has_steps in (False, True, True):
         seed = len(results) if has_steps else None
         with (
             recording(),
-            pipe(tiny_source(), shape, ops=STEP_OPS, n_trials=int(has_steps), chaos_seed=seed, **settings) as p,
+            pipe(source, shape, ops=STEP_OPS, n_trials=int(has_steps), chaos_seed=seed, **settings) as p,
         ):
             assert p.tally is not None
             p.poison()
@@ -80,8 +83,9 @@ def test_replayed_steps_with_cached_experts_give_the_same_bits(n_sequences: int,
             results.append(torch.cat(decode(p, Policy.SPREAD, n_sequences)))
             counts.append(p.tally.read_host())
             p.runner.close()
-    assert torch.equal(results[1], results[0])
-    assert torch.equal(results[2], results[0])
+    assert torch.equal(results[1], results[2])
+    # Of the fixture's experts the CPU's are computed by compiled kernels in recorded steps, unlike in issued ones.
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0 if n_slices == 1 else 1e-4)
     assert counts[1] == counts[2] == counts[0]
     assert min(counts[0].n_hits.values()) > 0
 

@@ -25,6 +25,7 @@ from overspill.pipeline.ledger import Ledger, Resource, StreamId
 from overspill.pipeline.memory import Memory
 from overspill.pipeline.schedule import Action, Order, Policy, Verb, WaveSchedule, actions
 from overspill.pipeline.split import Layout
+from overspill.pipeline.spread_tally import SpreadTally
 from overspill.pipeline.steps import StepRunner
 from overspill.pipeline.wave import Ubatch, Wave
 from overspill.pipeline.work import Work
@@ -59,7 +60,8 @@ class Runner:
     """Runs waves of one model on its devices. Not for several threads.
 
     waits_on_host: the host waits for each event of one device that a stream of another waits for. It costs all overlap
-    of devices, and shows whether they fail to wait for each other.
+    of devices, and shows whether they fail to wait for each other. tally: its caches are emptied after a wave that
+    ended in the middle, because what was to be fetched may not have been.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Runner:
         max_in_flight: int,
         waits_on_host: bool = False,
         steps: StepRunner | None = None,
+        tally: SpreadTally | None = None,
     ) -> None:
         self.counters = RunCounters()
         self._devices = devices
@@ -91,6 +94,7 @@ class Runner:
         self._states = StateGuard()
         self._images = SlotImages(devices, layout, memory, work.hparams)
         self._steps = steps
+        self._tally = tally
         self._is_interrupted = False
 
     def run(
@@ -117,6 +121,8 @@ class Runner:
         self._in_flight.clear()
         self._downloads.clear()
         self._ids_asked.clear()
+        if self._tally is not None:
+            self._tally.empty_caches_host()
 
     def _run(self, wave: Wave, schedule: WaveSchedule, gives_up: Callable[[], None]) -> list[torch.Tensor]:
         started = time.perf_counter()
