@@ -13,6 +13,7 @@ from overspill.pipeline.wave import Ubatch, Wave
 from tests.helpers.pipe import Pipe, Shape, pipe
 from tests.helpers.recorded import STEP_OPS, recording
 from tests.helpers.tiny_moe import N_EXPERT, N_LAYER, N_USED, tiny_source
+from tests.models.fixtures import Case
 
 PROMPTS = [[5, 9, 30, 17, 2], [8, 8, 21], [1, 2, 3, 4, 5, 6, 7]]
 STEPS = [[3, 14, 15], [9, 2, 6], [5, 3, 5], [8, 9, 7]]
