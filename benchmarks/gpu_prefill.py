@@ -1,0 +1,136 @@
+"""Prefill of a Qwen3-30B-A3B-shaped model (random weights) on one and two GPUs, experts in host RAM and resident.
+
+    python benchmarks/gpu_prefill.py [--layers 48] [--only NAME ...] [--repetitions 2] [--out FILE]
+
+Needs 40 GB of free host RAM; about four minutes. Rows: long prompts per setup; short ones with each policy, and with
+parts of several sizes for the CPU (`hybrid`), on one loaded model; memory per GPU as projected and as torch reserved
+it. `met` is the share of a layer's experts that a prompt's ids name: what `selected` uploads of them. A line of JSON
+each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from overspill import LLM
+from overspill.bench.bench import Test, measure
+from overspill.bench.synth import synthetic
+from overspill.pipeline.schedule import Policy, WaveSchedule
+
+LONG, SHORT = (8192, 53248), (128, 512, 2048)
+Row = dict[str, Any]
+
+
+def row(llm: LLM, n_prompt: int, repetitions: int) -> Row:
+    """One prompt's figures."""
+    result = measure(llm, Test(n_prompt, 0, 0), repetitions)
+    found = result.counters
+    return {
+        "pp": n_prompt,
+        "tokens_per_second": [round(x) for x in result.samples_ts],
+        "predicted": round(result.predicted_ts),
+        "uploaded_gb": round(found["uploaded_bytes"] / 1e9, 2),
+        "busy": {name: round(share, 3) for name, share in found["busy"].items()},
+        "allocations": found["device_allocations_after_warmup"],
+        "syncs": found["device_syncs_after_warmup"],
+    }
+
+
+def memory(llm: LLM) -> Row:
+    """Bytes per GPU."""
+    budgets = llm.plan.placement.budgets[:-1]
+    n_reserved = [torch.cuda.max_memory_reserved(i) for i in range(len(budgets))]
+    return {
+        "projected_gb": [round(b.used_bytes / 1e9, 2) for b in budgets],
+        "measured_gb": [round(n / 1e9, 2) for n in n_reserved],
+        "projected_by_measured": [round(b.used_bytes / n, 3) for b, n in zip(budgets, n_reserved, strict=True)],
+    }
+
+
+def long_prompts(llm: LLM, repetitions: int) -> Iterator[Row]:
+    for n in LONG:
+        yield row(llm, n, repetitions)
+    yield memory(llm)
+
+
+def short_prompts(llm: LLM, repetitions: int) -> Iterator[Row]:
+    """The plan's own choice, then each policy, then parts of the CPU."""
+    plan = llm.plan
+    for n in SHORT:
+        chosen = plan.schedule_for(n)
+        yield {"policy": "auto", "is": chosen.policy, "on_cpu": chosen.n_on_cpu, **row(llm, n, repetitions)}
+    for policy in (Policy.ALL, Policy.SELECTED, Policy.CPU):
+        llm.plan = replace(plan, policy=policy)
+        for n in SHORT[: 1 if policy is Policy.CPU else None]:
+            found = row(llm, n, repetitions)
+            met = (
+                {"met": round(found["uploaded_gb"] * 1e9 / llm.host_expert_bytes, 3)}
+                if policy is Policy.SELECTED
+                else {}
+            )
+            yield {"policy": policy, **found, **met}
+    llm.plan = plan
+    for n in SHORT[:2] if plan.n_hybrid_tokens else ():
+        for sixteenths in (1, 2, 3, 4, 6):
+            n_on_cpu = llm.hparams.n_expert * sixteenths // 16
+            forced = replace(plan.schedule, policy=Policy.HYBRID, n_on_cpu=n_on_cpu)
+            with_schedule(llm, forced)
+            yield {"policy": Policy.HYBRID, "on_cpu": n_on_cpu, **row(llm, n, repetitions)}
+            del llm._schedule
+
+
+def with_schedule(llm: LLM, schedule: WaveSchedule) -> None:
+    """All waves run like this, whatever the plan says."""
+    vars(llm)["_schedule"] = lambda wave: schedule
+
+
+def setups(n_gpus: int) -> dict[str, tuple[Callable[[LLM, int], Iterator[Row]], dict[str, Any]]]:
+    long = {"n_ctx": LONG[-1], "n_wave": LONG[-1], "n_ubatch": 4096}
+    one, two = {"devices": "cuda:0"}, {"devices": "cuda:0,cuda:1"}
+    host = {"cpu_moe": True, "schedule": "breadth-first", "grain": 1}
+    of_one = {
+        "1 GPU, experts host": (long_prompts, one | long | host),
+        "1 GPU, resident": (long_prompts, one | long),
+        "1 GPU, short": (short_prompts, one | {"cpu_moe": True, "n_ctx": 4096}),
+    }
+    of_two = {
+        "2 GPUs, experts host": (long_prompts, two | long | host),
+        "2 GPUs, short": (short_prompts, two | {"cpu_moe": True, "n_ctx": 4096}),
+        "2 GPUs, experts host, depth-first": (
+            long_prompts,
+            two | long | {"cpu_moe": True, "schedule": "depth-first", "grain": 24},
+        ),
+    }
+    return of_one if n_gpus < 2 else of_two | of_one
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--repetitions", type=int, default=2)
+    parser.add_argument("--only", nargs="*", help="setups by the beginnings of their names")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    for name, (rows, options) in setups(torch.cuda.device_count()).items():
+        if args.only and not name.startswith(tuple(args.only)):
+            continue
+        for i in range(torch.cuda.device_count()):
+            torch.cuda.reset_peak_memory_stats(i)
+        with LLM(synthetic("qwen3-30b-a3b", quant="Q8_0", n_layer=args.layers), **options) as llm:
+            for found in rows(llm, args.repetitions):
+                line = json.dumps({"setup": name, "layers": args.layers, **found})
+                print(line, flush=True)
+                if args.out:
+                    with args.out.open("a") as file:
+                        file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()
