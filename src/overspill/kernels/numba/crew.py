@@ -4,7 +4,8 @@ OpenMP sends its threads to work once, for all steps: one leads the others from 
 one in a loop. That costs a step under a microsecond, and between two runs no thread spins for long.
 
 Nobody waits for a helper that did not come: steps hand out their tasks by a counter, so the leader alone would finish
-them. It waits for those who are at work on a step before it goes on, no more.
+them. It waits for those who are at work on a step before it goes on, no more. Who has waited for some tens of
+microseconds offers its core to others, of which one may be what it waits for.
 
 The threads are those of torch's OpenMP library: Numba's would spin on the cores that torch's need. Any number of Python
 threads may call at once, each has helpers of its own.
@@ -25,7 +26,10 @@ from overspill.kernels.numba.target import SOURCE_DIGEST
 from overspill.kernels.numba.workspace import WORKSPACE, Memory
 
 _LINE = 8  # int64 numbers of a cache line
-_OPEN, _STEPS, _N_STEPS, _N_THREADS, _ARRIVED, _BUSY = 0, _LINE, _LINE + 1, _LINE + 2, 2 * _LINE, 3 * _LINE
+_OPEN, _ARRIVED, _BUSY = 0, 2 * _LINE, 3 * _LINE
+_STEPS, _N_STEPS, _N_THREADS, _YIELD = range(_LINE, _LINE + 4)
+# Looks before a core is offered.
+_LOOKS = 2000
 _OVER = -1
 
 
@@ -33,6 +37,7 @@ _N_STEP_FIELDS = len(Step._fields)
 _read_step = reader(Step)
 _call_task = caller(2)
 _call_work = caller(1)
+_call_yield = caller(0)
 _call_gomp_parallel = caller(4)
 
 
@@ -92,18 +97,18 @@ def _n_bytes(steps: Sequence[Step], n_threads: int) -> int:
 
 def _write(memory: Memory, steps: Sequence[Step], n_threads: int) -> None:
     n_before = _BUSY + _LINE * n_threads
-    head = (0,) * _LINE + (memory.address + 8 * n_before, len(steps), n_threads)
+    head = (0,) * _LINE + (memory.address + 8 * n_before, len(steps), n_threads, _address_of("sched_yield"))
     memory.write(head + (0,) * (n_before - len(head)) + tuple(number for step in steps for number in step))
 
 
 def _begin(memory: Memory) -> None:
-    callable_at(_begin_address(), 3)(memory.address, _work_address(), _gomp_parallel())
+    callable_at(_begin_address(), 3)(memory.address, _work_address(), _address_of("GOMP_parallel"))
 
 
 @cache
-def _gomp_parallel() -> int:
-    """Address of what begins a parallel region, in the OpenMP library that torch has loaded."""
-    return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value or 0
+def _address_of(name: str) -> int:
+    """Address of a function of the C library, or of the OpenMP library that torch has loaded."""
+    return ctypes.cast(getattr(ctypes.CDLL(None), name), ctypes.c_void_p).value or 0
 
 
 @cache
@@ -140,6 +145,14 @@ def _work_address() -> int:
 
 
 @inner
+def _look_away(crew, n_looks):
+    if n_looks < _LOOKS:
+        pause()
+    else:
+        _call_yield(load_i64(crew, _YIELD), ())
+
+
+@inner
 def _lead(crew):
     """Open one step after the other, and take part in each."""
     steps, n_threads = load_i64(crew, _STEPS), load_i64(crew, _N_THREADS)
@@ -152,26 +165,29 @@ def _lead(crew):
         _call_task(step.address, (step.call, 0))
         swap(crew + 8 * _OPEN, 0)
         for helper in range(1, n_threads):
+            n_looks = 0
             while acquire(crew + 8 * (_BUSY + _LINE * helper)) != 0:
-                pause()
+                n_looks += 1
+                _look_away(crew, n_looks)
     release(crew + 8 * _OPEN, _OVER)
 
 
 @inner
 def _help(crew, i_thread):
     """Take part in steps while they are open."""
-    steps, busy, done = load_i64(crew, _STEPS), crew + 8 * (_BUSY + _LINE * i_thread), 0
+    steps, busy, done, n_looks = load_i64(crew, _STEPS), crew + 8 * (_BUSY + _LINE * i_thread), 0, 0
     while True:
         i_open = acquire(crew + 8 * _OPEN)
         if i_open == _OVER:
             break
         if i_open <= done:
-            pause()
+            n_looks += 1
+            _look_away(crew, n_looks)
             continue
         swap(busy, 1)
         if acquire(crew + 8 * _OPEN) == i_open:
             step = _read_step(steps + 8 * _N_STEP_FIELDS * (i_open - 1))
             if i_thread < step.n_calls:
                 _call_task(step.address, (step.call, i_thread))
-            done = i_open
+            done, n_looks = i_open, 0
         release(busy, 0)
