@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from overspill import LLM
+from overspill import LLM, SamplingParams
 from overspill.pipeline.wave import Segment, Ubatch, Wave
 from overspill.placement.budget import KernelNeeds
 from overspill.server.metrics import metrics_of_experts
-from tests.helpers.plain import plain_logits, plain_model
+from tests.helpers.plain import DATA, plain_logits, plain_model
 from tests.helpers.tiny_moe import N_EXPERT, N_LAYER, N_USED, tiny_source
 
 IDS = [5, 9, 30, 17, 2, 8, 8, 21]
@@ -54,6 +54,17 @@ def test_kept_experts_are_found_and_counted() -> None:
     ratios, read = metrics_of_experts(experts)
     assert {s.labels["device"]: s.value for s in ratios.samples} == experts["hit_rates"]
     assert {s.labels["device"]: s.value for s in read.samples} == experts["read_bytes"]
+
+
+def test_the_text_is_that_of_the_model_without_a_cache() -> None:
+    params, texts = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True), []
+    for n_devices, moe_cache_mib in [(1, 0), (1, 1), (2, 1), (2, 2)]:
+        options = OPTIONS | {"devices": f"virtual:{n_devices}", "n_ctx": 64, "policy": "spread"}
+        with LLM(DATA / "models" / "qwen3moe.gguf", **options, moe_cache_mib=moe_cache_mib) as llm:
+            n_cached = {*llm.plan.placement.n_cached}
+            texts.append(llm.generate(list(range(7, 19)), params).tokens)
+        assert n_cached == {0: set(), 1: {5}, 2: {8}}[moe_cache_mib]
+    assert all(text == texts[0] for text in texts)
 
 
 def test_without_a_cache_all_are_read() -> None:
