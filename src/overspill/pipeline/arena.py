@@ -3,15 +3,17 @@
 They are pinned, so that accelerators can copy from them while the host goes on, as far as the budget allows; what is
 over stays pageable and goes up through pinned rings. A refused pin never changes who computes.
 
-Rings are reserved before the experts, and given back where nobody needs them: memory that runs out later leaves a way
-up for what could not be pinned.
+What has its memory is read on several threads while the next is being pinned: both take about as long. Rings are
+reserved before the experts, and given back where nobody needs them: memory that runs out later leaves a way up for what
+could not be pinned.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
@@ -42,7 +44,7 @@ class Arena:
         self._reader = reader
         self._host = host
         self._mode = mode
-        self._to_fill: list[str] = []
+        self._to_fill: deque[str] = deque()
         self._refusal: str | None = None
 
     @property
@@ -53,11 +55,43 @@ class Arena:
     def pageable_bytes(self) -> int:
         return sum(buffer.n_bytes for buffer in self.buffers.values() if not buffer.is_pinned)
 
-    def place(self, parts: Sequence[tuple[str, int]], budget_bytes: int) -> None:
-        """Reserve memory for these tensors, each with the number of the accelerator that it goes up to.
+    def fill(
+        self,
+        parts: Sequence[tuple[str, int]],
+        budget_bytes: int,
+        n_threads: int,
+        progress: Callable[[int], None],
+    ) -> None:
+        """Bring these tensors into memory, each with the number of the accelerator that it goes up to.
 
-        budget_bytes: the most to pin, rings included. One warning when that is not enough for all.
+        budget_bytes: the most to pin, rings included. One warning when that is not enough for all. n_threads: read.
+        progress: called with the bytes of each tensor, by the calling thread.
         """
+        reads: deque[Future[int]] = deque()
+        with ThreadPoolExecutor(n_threads) as pool:
+
+            def go_on() -> None:
+                reads.extend(pool.submit(self._read, self._to_fill.popleft()) for _ in range(len(self._to_fill)))
+                while reads and reads[0].done():
+                    progress(reads.popleft().result())
+
+            try:
+                self._place(parts, budget_bytes, go_on)
+                for read in reads:
+                    progress(read.result())
+            except BaseException:
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+        for view in self.mapped:
+            progress(len(view))
+
+    def _read(self, name: str) -> int:
+        target = self.buffers[name].host_tensor
+        self._reader.open(name)(0, target)
+        return target.numel()
+
+    def _place(self, parts: Sequence[tuple[str, int]], budget_bytes: int, go_on: Callable[[], None]) -> None:
+        """Reserve memory. go_on: called when there is more of it."""
         if not parts:
             return
         sizes = [self._source.tensors[name].n_bytes for name, _ in parts]
@@ -65,27 +99,13 @@ class Arena:
         budget_bytes -= self._open_rings(accelerators, max(sizes), budget_bytes)
         for (name, _), is_pinned in zip(parts, choose_pinned(sizes, budget_bytes), strict=True):
             self.buffers[name] = (is_pinned and self._pinned(name)) or self._pageable(name)
+            go_on()
         needed = {i for name, i in parts if not self.buffers[name].is_pinned}
         for i in accelerators:
             if i not in needed:
                 self.rings.pop(i).free()
         if needed:
             self._tell(budget_bytes)
-
-    def fill(self, n_threads: int, progress: Callable[[int], None]) -> None:
-        """Read the experts into their memory, on several threads. progress: called with the bytes of each tensor."""
-        tensors = [(name, self.buffers[name].host_tensor) for name in self._to_fill]
-
-        def read(job: tuple[str, torch.Tensor]) -> int:
-            name, target = job
-            self._reader.open(name)(0, target)
-            return target.numel()
-
-        with ThreadPoolExecutor(n_threads) as pool:
-            for n_bytes in pool.map(read, tensors):
-                progress(n_bytes)
-        for view in self.mapped:
-            progress(len(view))
 
     def _open_rings(self, accelerators: Sequence[int], largest: int, budget_bytes: int) -> int:
         """Reserve the rings. Returns their bytes."""

@@ -110,8 +110,7 @@ def load(
         loader.free_ring_host()
         arena = Arena(source, reader, devices.host, mode)
         parts = [(name, layout.layer_device[i]) for i, names in staged.items() for name in names]
-        arena.place(parts, loader.budget_bytes)
-        arena.fill(n_threads, progress)
+        arena.fill(parts, loader.budget_bytes, n_threads, progress)
     host_experts = {i: _host_experts(source, arena, i, hp.n_expert, vectors[i]) for i in staged}
     residence, in_file = loader.settle(arena)
     return Loaded(make_model(hp, embedding, blocks, head), host_experts, arena.rings, residence, in_file)
