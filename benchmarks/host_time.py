@@ -181,7 +181,7 @@ def main() -> None:
     parser.add_argument("--ubatches", type=int, default=16)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--profile", type=int, default=0, metavar="N", help="show the N functions that take longest")
-    parser.add_argument("--sort", default="tottime", choices=("tottime", "cumtime"))
+    parser.add_argument("--sort", default="tottime", choices=("tottime", "cumtime", "ncalls"))
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

@@ -71,7 +71,16 @@ class Kernel:
         device = args[0].get_device()
         if self._may_chain:
             constants = (*constants, self._is_compiled and CHAIN_FROM is not None and _capability(device) >= CHAIN_FROM)
-        key = (device, constants, tuning, *[_variant(arg) for arg in args])
+        # What Triton specialises on; in place, because a call for each argument would double the cost of a launch.
+        key = (
+            device,
+            constants,
+            tuning,
+            *[
+                type(arg) if type(arg) is not _Tensor else arg.dtype if not arg.data_ptr() % 16 else (arg.dtype,)
+                for arg in args
+            ],
+        )
         program = self._programs.get(key)
         if program is not None:
             _start(program, device, grid, args + constants)
@@ -97,13 +106,6 @@ def cdiv(n: int, d: int) -> int:
 def power_of_two(n: int) -> int:
     """The smallest power of two that is not below n."""
     return 1 << (n - 1).bit_length()
-
-
-def _variant(arg: Any) -> Any:
-    """What Triton specialises on."""
-    if type(arg) is _Tensor:
-        return arg.dtype if arg.data_ptr() % 16 == 0 else (arg.dtype,)
-    return type(arg)
 
 
 def _start(program: Any, device: int, grid: tuple[int, ...], args: tuple[Any, ...]) -> None:

@@ -17,6 +17,7 @@ from overspill.gpu_memory import DENSE_PART_BYTES
 from overspill.kernels.triton import skinny
 from overspill.kernels.triton.dequant import dequantize_f32, dequantize_into, plain_view
 from overspill.kernels.triton.norm import rms_norm
+from overspill.kernels.triton.tuning import MAX_TOKENS
 from overspill.kernels.triton.workspace import Workspace
 from overspill.quant.qtensor import QTensor
 
@@ -32,6 +33,9 @@ class LinearOp:
         """x W^T, float32 `[T, N]`."""
         if self._is_few(x, [weight]):
             return skinny.multiply(x, [weight], dtype=self._rounding(weight))
+        return self._of_many(x, weight)
+
+    def _of_many(self, x: torch.Tensor, weight: QTensor) -> torch.Tensor:
         if weight.type is TensorType.F32:
             return x.float() @ weight.data.view(torch.float32).T
         x = x.to(self._dtype).contiguous()
@@ -41,7 +45,8 @@ class LinearOp:
     def linears(self, x: torch.Tensor, weights: Sequence[QTensor]) -> list[torch.Tensor]:
         """`linear` with each of the weights; rows of the results need not be contiguous with each other."""
         if not self._is_few(x, weights):
-            return [self.linear(x, weight) for weight in weights]
+            multiply = self._of_many if x.shape[0] > MAX_TOKENS else self.linear
+            return [multiply(x, weight) for weight in weights]
         return _cut(skinny.multiply(x, weights, dtype=self._rounding(weights[0])), weights)
 
     def norm_linears(
