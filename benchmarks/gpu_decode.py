@@ -55,7 +55,7 @@ def run(name: str, n_layer: int, **options: Any) -> list[dict[str, Any]]:
     """All measurements of one placement."""
     sizes = {"n_ctx": N_SLOTS * 640, "n_parallel": N_SLOTS, "n_ubatch": DEPTH, "n_wave": DEPTH}
     with LLM(synthetic("qwen3-30b-a3b", quant="Q8_0", n_layer=n_layer), **sizes, **options) as llm:
-        schedule = llm.plan.schedule_for(1)
+        schedule = llm.plan.step_schedule(1)
         about = {"setup": name, "layers": n_layer, "shares": schedule.shares, "n_cached": schedule.n_cached}
         one = measure(llm, Test(0, 64, DEPTH), 3)
         rows = [

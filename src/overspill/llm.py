@@ -358,7 +358,8 @@ class LLM:
         self.close()
 
     def _schedule(self, wave: Wave) -> WaveSchedule:
-        return self.plan.schedule_for(wave.n_tokens)
+        n_tokens = wave.n_tokens
+        return self.plan.step_schedule(n_tokens) if wave.is_step else self.plan.schedule_for(n_tokens)
 
 
 def _counter(progress: Progress | None, n_total: int) -> Callable[[int], None]:

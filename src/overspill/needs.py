@@ -110,6 +110,7 @@ def needs_on(
         head_bytes=logits_bytes + DENSE_PART_BYTES,
         resident_bytes=DEFAULT_WEIGHT_BYTES if hp.n_expert else 0,
         n_trials=1,
+        takes_steps=True,
         n_spread_tokens=MAX_SPREAD_TOKENS,
         spreads_alone=any(spec.name.endswith(("_exps.bias", "_exps.scale")) for spec in specs),
     )

@@ -34,7 +34,7 @@ def decode(llm: LLM) -> torch.Tensor:
 
 
 def test_kept_experts_are_found_and_counted() -> None:
-    with LLM(tiny_source(), **OPTIONS, moe_cache_mib=1) as llm:
+    with LLM(tiny_source(), **OPTIONS, moe_cache_mib=1, policy="spread") as llm:
         assert llm.plan.placement.n_cached == (N_EXPERT, N_EXPERT)
         llm.reset_counters()
         logits = decode(llm)

@@ -59,7 +59,7 @@ def test_saved_rates_set_the_shares() -> None:
         save("F32", (PartyRates(2, (links, links), (links, links), cpu, 1.0),))
         with LLM(tiny_source(), **OPTIONS) as llm:
             assert llm.plan.party_rates_from.startswith("saved 2")
-            shares = llm.plan.schedule_for(2).shares
+            shares = llm.plan.step_schedule(2).shares
             assert all({party for party, count in of_owner if count} <= wanted for of_owner in shares)
             logits = llm.logits(IDS)
         torch.testing.assert_close(logits, plain_logits(plain_model(tiny_source()), IDS, 8), rtol=1e-4, atol=1e-4)

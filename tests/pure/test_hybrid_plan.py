@@ -63,7 +63,7 @@ def test_a_slow_cpu_and_long_prompts_get_no_part() -> None:
     assert plan_on(machine(cpu_gbps=1.0)).schedule_for(128).policy is Policy.ALL
     plan = plan_on(machine(cpu_gbps=100.0))
     assert plan.schedule_for(MAX_HYBRID_TOKENS + 1).policy is Policy.ALL
-    assert plan.schedule_for(8).policy is Policy.SPREAD
+    assert plan.step_schedule(8).policy is Policy.SPREAD
     assert plan.without_spread().schedule_for(128).policy is not Policy.HYBRID
 
 

@@ -95,8 +95,8 @@ def test_flags_give_the_same_cache_again() -> None:
 
 def test_steps_expect_fewer_experts_from_host_memory() -> None:
     made = plan(moe_cache_mib="auto")
-    assert made.schedule_for(1).n_cached == made.placement.n_cached
+    assert made.step_schedule(1).n_cached == made.placement.n_cached
     assert made.uncached(1).n_cached == ()
     assert made.schedule.n_cached == ()
     assert sum(n for _, n in made.uncached(1).shares[0]) == N_USED
-    assert sum(n for _, n in made.schedule_for(1).shares[0]) == 1
+    assert sum(n for _, n in made.step_schedule(1).shares[0]) == 1

@@ -201,4 +201,4 @@ def test_a_plan_takes_saved_rates_of_the_devices_that_read(devices: Devices) -> 
     found = with_saved_rates(plan, devices, 2, "Q8_0")
     assert found.machine.party_rates == RATES
     assert found.party_rates_from.startswith("saved 2")
-    assert found.schedule_for(1).shares != plan.schedule_for(1).shares
+    assert found.step_schedule(1).shares != plan.step_schedule(1).shares

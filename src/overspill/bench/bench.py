@@ -180,7 +180,7 @@ def _predict(llm: LLM, test: Test) -> float:
             n_us += plan.predict(WaveShape.of_prompt(n, llm.sizes.n_ubatch, test.n_depth + first)).wave_us
     if test.n_gen:
         middle = test.n_depth + test.n_prompt + test.n_gen // 2
-        n_us += test.n_gen * plan.predict(WaveShape((1,), middle)).wave_us
+        n_us += test.n_gen * plan.predict(WaveShape.of_step(1, middle)).wave_us
     return 1e6 * test.n_tokens / n_us
 
 

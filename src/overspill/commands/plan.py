@@ -47,7 +47,7 @@ def make_plan(source: ModelSource, machine: Path | None, options: Mapping[str, A
     plan = choose(shape, target, chosen, needs_on(target, chosen, hparams, specs))
     if machine is None and plan.n_spread_tokens:
         plan = _with_saved_rates(plan, chosen, expert_type(source, specs))
-    decode = plan.predict(WaveShape((1,), sum(plan.reference.n_tokens)))
+    decode = plan.predict(WaveShape.of_step(1, sum(plan.reference.n_tokens)))
     return MadePlan(plan, decode.wave_us)
 
 
@@ -68,11 +68,11 @@ def _shares(plan: Plan) -> dict[str, dict[str, dict[str, int]]]:
     return {
         str(n): {
             names[shares[0][0]]: {names[party]: count for party, count in shares}
-            for shares in plan.schedule_for(n).shares
+            for shares in plan.step_schedule(n).shares
             if shares
         }
         for n in _SHOWN_TOKENS
-        if plan.schedule_for(n).policy is Policy.SPREAD
+        if plan.step_schedule(n).policy is Policy.SPREAD
     }
 
 
@@ -82,7 +82,7 @@ def plan_dict(made: MadePlan) -> dict[str, Any]:
     return as_dict(plan.shape, plan.placement) | {
         "schedule": plan.schedule.order.value,
         "policy": plan.schedule_for(sum(plan.reference.n_tokens)).policy.value,
-        "decode_policy": plan.schedule_for(1).policy.value,
+        "decode_policy": plan.step_schedule(1).policy.value,
         "shares": _shares(plan),
         "party_rates_from": plan.party_rates_from,
         "predicted": {
@@ -103,7 +103,7 @@ def plan_text(made: MadePlan, *, with_grid: bool) -> str:
         *report(plan.shape, plan.placement),
         f"schedule  {plan.schedule.order}, grain {plan.placement.grain}, ubatch {plan.placement.n_ubatch}, "
         f"wave {plan.placement.n_wave}; host experts: {plan.schedule_for(n_prompt).policy} for prompts, "
-        f"{plan.schedule_for(1).policy} for single tokens",
+        f"{plan.step_schedule(1).policy} for single tokens",
         f"predicted pp{n_prompt} {plan.predicted_tokens_per_second:,.0f} tokens/s, "
         f"tg {made.decode_per_second:,.1f} tokens/s, {plan.predicted.uploaded_bytes / 2**20:,.0f} MiB up a wave",
     ]

@@ -49,7 +49,7 @@ class Plan:
     min_upload_tokens: waves of at least so many tokens send all experts up, smaller ones do what costs least.
     n_hybrid_tokens: most tokens of whose experts the CPU may compute a part while the rest goes up. n_spread_tokens:
     most tokens whose experts are shared out, 0 where they cannot be. spreads_alone: see `KernelNeeds`.
-    party_rates_from: where the rates come from by which they are shared out.
+    party_rates_from: where the rates come from by which they are shared out. takes_steps: see `KernelNeeds`.
     """
 
     shape: ModelShape
@@ -66,6 +66,7 @@ class Plan:
     n_hybrid_tokens: int = 0
     spreads_alone: bool = False
     party_rates_from: str = "assumed"
+    takes_steps: bool = False
 
     def without_spread(self) -> Plan:
         """For experts that accelerators cannot read themselves, because not all of them could be pinned."""
@@ -100,24 +101,31 @@ class Plan:
         return any(self.layout.slabs)
 
     def schedule_for(self, n_tokens: int) -> WaveSchedule:
-        """How a wave of so many tokens runs."""
-        if n_tokens <= self.n_spread_tokens and self.policy in (None, Policy.SPREAD):
+        """How a wave of so many tokens runs whose actions are issued one by one."""
+        if self._is_fixed:
+            return replace(self.schedule, policy=self.policy or self.schedule.policy)
+        if self.policy is Policy.SPREAD and n_tokens <= self.n_spread_tokens:
             return self._spread_for(n_tokens, self.placement.n_cached)
         if self.policy is Policy.HYBRID and n_tokens <= self.n_hybrid_tokens:
-            return _quickest(self, n_tokens, self._hybrids)
-        if self.policy not in (None, Policy.SPREAD, Policy.HYBRID):
-            return replace(self.schedule, policy=self.policy)
+            return self._quickest(WaveShape.of_prompt(n_tokens, self.placement.n_ubatch), self._hybrids)
         bucket, is_small = 1 << (n_tokens - 1).bit_length(), n_tokens < self.min_upload_tokens
         if not self.has_host_experts or not (is_small or bucket <= self.n_hybrid_tokens):
             return self.schedule
-        if (bucket, is_small) not in self._cheapest:
-            self._cheapest[bucket, is_small] = _quickest(self, bucket, self._open(bucket, is_small=is_small))
-        return self._cheapest[bucket, is_small]
+        n = n_tokens if is_small and n_tokens <= self.n_spread_tokens else bucket
+        return self._cheapest(WaveShape.of_prompt(n, self.placement.n_ubatch), is_small=is_small)
 
-    def _open(self, n_tokens: int, *, is_small: bool) -> list[WaveSchedule]:
-        """Schedules to choose from for so many tokens; is_small: of which the CPU might compute all experts."""
-        by_cpu = [replace(self.schedule, policy=Policy.CPU)] * is_small
-        return [self.schedule, *by_cpu, *(self._hybrids if n_tokens <= self.n_hybrid_tokens else [])]
+    def step_schedule(self, n_sequences: int) -> WaveSchedule:
+        """How a step of so many sequences runs: experts are shared out where they can be."""
+        if not self._is_fixed and n_sequences <= self.n_spread_tokens:
+            return self._spread_for(n_sequences, self.placement.n_cached)
+        if self._is_fixed or not self.takes_steps or not self.has_host_experts:
+            return self.schedule_for(n_sequences)
+        return self._cheapest(WaveShape.of_step(n_sequences, sum(self.reference.n_tokens)), is_small=True)
+
+    @property
+    def _is_fixed(self) -> bool:
+        """Whether the user has said what happens to experts in host RAM, whatever the number of tokens."""
+        return self.policy not in (None, Policy.SPREAD, Policy.HYBRID)
 
     @cached_property
     def _hybrids(self) -> list[WaveSchedule]:
@@ -141,14 +149,34 @@ class Plan:
         """The schedules with shares found so far, by number of tokens and of experts kept."""
         return {}
 
+    def _cheapest(self, wave: WaveShape, *, is_small: bool) -> WaveSchedule:
+        """The quickest of all that can be done with the experts; is_small: not all need go up, whatever is quickest."""
+        if (wave, is_small) not in self._found:
+            n_tokens, found = sum(wave.n_tokens), [self.schedule]
+            if is_small:
+                found += [replace(self.schedule, policy=policy) for policy in (Policy.SELECTED, Policy.CPU)]
+            if is_small and n_tokens <= self.n_spread_tokens:
+                found.append(self._spread_for(n_tokens, self.placement.n_cached))
+            if n_tokens <= self.n_hybrid_tokens:
+                found += self._hybrids
+            self._found[wave, is_small] = self._quickest(wave, found)
+        return self._found[wave, is_small]
+
+    def _quickest(self, wave: WaveShape, schedules: Sequence[WaveSchedule]) -> WaveSchedule:
+        return min(schedules, key=lambda schedule: self._predict(wave, schedule).wave_us)
+
     @cached_property
-    def _cheapest(self) -> dict[tuple[int, bool], WaveSchedule]:
-        """The schedules found so far, by number of tokens rounded up to a power of two, and whether these are few."""
+    def _found(self) -> dict[tuple[WaveShape, bool], WaveSchedule]:
+        """What was quickest so far."""
         return {}
 
     def predict(self, wave: WaveShape) -> Prediction:
         """Simulate a wave."""
-        schedule = self.schedule_for(sum(wave.n_tokens))
+        n_tokens = sum(wave.n_tokens)
+        schedule = self.step_schedule(n_tokens) if wave.is_step else self.schedule_for(n_tokens)
+        return self._predict(replace(wave, is_step=wave.is_step and self.takes_steps), schedule)
+
+    def _predict(self, wave: WaveShape, schedule: WaveSchedule) -> Prediction:
         return predict(self.shape, self.machine, self.layout, wave, schedule)
 
     def beside(self, max_ms: float) -> tuple[int, int]:
@@ -159,11 +187,6 @@ class Plan:
         took = [(n, self.predict(WaveShape.of_prompt(n, n_ubatch)).wave_us) for n in sizes]
         n_least = max(n for n, us in took if us <= _WORTH * took[0][1])
         return max([n for n, us in took if us <= 1e3 * max_ms], default=n_least), n_least
-
-
-def _quickest(plan: Plan, n_tokens: int, candidates: Sequence[WaveSchedule]) -> WaveSchedule:
-    wave = WaveShape.of_prompt(n_tokens, plan.placement.n_ubatch)
-    return min(candidates, key=lambda s: predict(plan.shape, plan.machine, plan.layout, wave, s).wave_us)
 
 
 def choose(shape: ModelShape, machine: Machine, options: Options, needs: Needs = lambda n_ubatch: NO_NEEDS) -> Plan:
@@ -228,6 +251,9 @@ def _plan(
     in_flight = options.max_in_flight or DEFAULT_IN_FLIGHT
     min_upload = _min_upload_tokens(shape, options)
     plan = Plan(shape, machine, placement, layout, schedule, policy, min_upload, in_flight, reference, predicted)
+    plan = replace(
+        plan, takes_steps=needs.takes_steps and layout.host not in {*layout.layer_device, layout.output_device}
+    )
     if machine.party_rates:
         plan = replace(plan, party_rates_from="given")
     n_tokens = n_spread_tokens(shape, layout, placement, needs)

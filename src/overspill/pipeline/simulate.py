@@ -26,6 +26,12 @@ guess on the safe side, as a part that is too large for the CPU makes everybody 
 _LAUNCH_US = 20.0
 _CPU_EMBED_US = 0.1
 
+_STEP_LAYER_US = 38.0
+"""Of a layer in a step that is replayed, beyond what its weights take: kernels that are too small for the device."""
+
+_STEP_US = 800.0
+"""Of such a step: starting it, and logits on their way. Both as measured on an H200 (docs/performance.md, Decoding)."""
+
 _LAUNCHED = frozenset({Verb.LAYERS, Verb.ATTEND, Verb.EXPERTS, Verb.WIDEN, Verb.SHARE})
 
 
@@ -52,6 +58,8 @@ def simulate(
         if is_serial and timed:
             start = max(start, timed[-1].end_us)
         start = max(start, host_us)
+        if any(resource[0] == "ids" for resource in action.reads):
+            host_us = start  # reads them, to say what goes up
         host_us += issue_us if action.verb in _LAUNCHED else 0.0
         end = start + cost_us(action)
         free[action.stream] = end
@@ -61,16 +69,31 @@ def simulate(
 
 @dataclass(frozen=True)
 class WaveShape:
-    """A wave by its numbers: tokens of each ubatch, and how many positions stand before the first."""
+    """A wave by its numbers: tokens of each ubatch, and how many positions stand before the first.
+
+    is_step: it is one token of each of some sequences, and may be recorded.
+    """
 
     n_tokens: tuple[int, ...]
     first_pos: int = 0
+    is_step: bool = False
+
+    @classmethod
+    def of_step(cls, n_sequences: int, first_pos: int) -> WaveShape:
+        """A decoding step."""
+        return cls((n_sequences,), first_pos, is_step=True)
 
     @classmethod
     def of_prompt(cls, n_tokens: int, n_ubatch: int, first_pos: int = 0) -> WaveShape:
         """A prompt cut at multiples of `n_ubatch`."""
         full, rest = divmod(n_tokens, n_ubatch)
         return cls((n_ubatch,) * full + ((rest,) if rest else ()), first_pos)
+
+
+def is_recorded(layout: Layout, wave: WaveShape, schedule: WaveSchedule) -> bool:
+    """Whether a step is replayed: nothing of it goes up."""
+    uploads = any(layout.slabs) and schedule.policy not in (Policy.CPU, Policy.SPREAD)
+    return wave.is_step and not uploads and not layout.mixed
 
 
 def costs(
@@ -89,6 +112,7 @@ class _Costs:
         self._layout = layout
         self._wave = wave
         self._schedule = schedule
+        self._step_layer_us = _STEP_LAYER_US if is_recorded(layout, wave, schedule) else 0.0
         self._past = [wave.first_pos + sum(wave.n_tokens[:m]) for m in range(len(wave.n_tokens))]
         # A call takes the CPU's time wherever it computes; the launches of GPUs are priced by split (`issue_us`).
         self._call_us = 0.0 if machine.issue_us else machine.call_us
@@ -168,7 +192,8 @@ class _Costs:
             weights -= self._expert_flops(i_layer)
         flops = n * (weights + self._shape.attention_flops[i_layer] * n_keys)
         n_bytes = self._weight_bytes(i_layer, action.verb, n)
-        return self._call_us * self._shape.n_tensors[i_layer] + self._compute_us(action.device, flops, n_bytes)
+        fixed_us = self._call_us * self._shape.n_tensors[i_layer] + self._step_layer_us
+        return fixed_us + self._compute_us(action.device, flops, n_bytes)
 
     def _weight_bytes(self, i_layer: int, verb: Verb, n_tokens: int) -> float:
         dense = self._shape.layer_bytes(i_layer)
@@ -246,8 +271,10 @@ def predict(shape: ModelShape, machine: Machine, layout: Layout, wave: WaveShape
     n_tiles = [layout.detour.n_tiles(4 * shape.x_dim * n) for n in wave.n_tokens]
     cost_us = costs(shape, machine, layout, wave, schedule)
     issued = actions(layout, schedule, n_chunks, n_tiles)
-    timed = simulate(issued, cost_us, is_serial=schedule.order is Order.SERIAL, issue_us=machine.issue_us)
-    total = max(t.end_us for t in timed)
+    is_replayed = is_recorded(layout, wave, schedule)
+    issue_us = 0.0 if is_replayed else machine.issue_us
+    timed = simulate(issued, cost_us, is_serial=schedule.order is Order.SERIAL, issue_us=issue_us)
+    total = max(t.end_us for t in timed) + (_STEP_US if is_replayed else 0.0)
     busy: dict[int, float] = {}
     for t in timed:
         if t.action.stream.lane is Lane.COMPUTE:

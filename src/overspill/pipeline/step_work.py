@@ -13,10 +13,9 @@ from overspill.models.base import UbatchView
 from overspill.pipeline.host_share import HostShare
 from overspill.pipeline.ledger import Resource
 from overspill.pipeline.schedule import Action
-from overspill.pipeline.wave import Ubatch
+from overspill.pipeline.wave import MAX_STEP_TOKENS, Ubatch
 from overspill.pipeline.work import Work
 
-MAX_STEP_TOKENS = 32
 _HEADER_WORDS = 2
 _N_ROWS = 5
 INPUT_WORDS = _HEADER_WORDS + _N_ROWS * MAX_STEP_TOKENS

@@ -33,8 +33,8 @@ from overspill.pipeline.listing import HostWork, Listing
 from overspill.pipeline.memory import Memory
 from overspill.pipeline.schedule import Action, Policy, Verb, WaveSchedule, actions
 from overspill.pipeline.split import Detour, Layout
-from overspill.pipeline.step_work import INPUT_WORDS, MAX_STEP_TOKENS, StepWork, inputs_in
-from overspill.pipeline.wave import Ubatch, Wave
+from overspill.pipeline.step_work import INPUT_WORDS, StepWork, inputs_in
+from overspill.pipeline.wave import MAX_STEP_TOKENS, Ubatch, Wave
 
 _PROGRAMS_KEPT = 16
 _PATIENCE_S = 20.0
@@ -112,13 +112,7 @@ class StepRunner:
         """Whether a wave is a step whose experts need no upload. States of sequences that begin are zeros, not rows."""
         uploads = schedule.policy in (Policy.ALL, Policy.SELECTED) and any(self._layout.slabs)
         is_mixed = bool(self._layout.mixed)
-        (ubatch, *others) = wave.ubatches
-        is_step = (
-            not others
-            and ubatch.n_tokens <= MAX_STEP_TOKENS
-            and all(s.n_tokens == 1 and s.first_pos > 0 for s in ubatch.segments)
-        )
-        return is_step and not uploads and not is_mixed
+        return wave.is_step and not uploads and not is_mixed
 
     def run_host(self, wave: Wave, schedule: WaveSchedule) -> list[torch.Tensor]:
         """Compute a step; logits as `Runner.run` gives them."""

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 
 from overspill.cache.cells import Segment
 
-__all__ = ["Segment", "Ubatch", "Wave"]
+__all__ = ["MAX_STEP_TOKENS", "Segment", "Ubatch", "Wave"]
+
+MAX_STEP_TOKENS = 32
+"""Of a wave that is computed as a decoding step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,3 +41,10 @@ class Wave:
     @property
     def n_tokens(self) -> int:
         return sum(u.n_tokens for u in self.ubatches)
+
+    @property
+    def is_step(self) -> bool:
+        """Whether it is one token of each of some sequences that have begun."""
+        (ubatch, *others) = self.ubatches
+        is_few = not others and ubatch.n_tokens <= MAX_STEP_TOKENS
+        return is_few and all(s.n_tokens == 1 and s.first_pos > 0 for s in ubatch.segments)

@@ -26,6 +26,7 @@ class KernelNeeds:
     normed_value_bytes: per value of the experts' input. scratch_bytes: temporaries of one ubatch. head_bytes: and of
     the logits, on the device that computes them. resident_bytes: and of experts that may be resident. n_trials: rows of
     recurrent states beside those of sequences.
+    takes_steps: decoding steps are recorded, and replayed without the host.
     n_spread_tokens: most tokens whose host experts several parties can compute; 0: none. spreads_alone: other
     accelerators cannot take part, because they lack the experts' biases. read_cell_bytes: per cell of one sequence,
     where attention reads keys and values that are decoded first, of one layer.
@@ -37,6 +38,7 @@ class KernelNeeds:
     head_bytes: int = 0
     resident_bytes: int = 0
     n_trials: int = 0
+    takes_steps: bool = False
     n_spread_tokens: int = 0
     spreads_alone: bool = False
     read_cell_bytes: int = 0
