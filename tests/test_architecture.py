@@ -45,6 +45,7 @@ NO_TORCH = [
     "pipeline/schedule.py",
     "pipeline/simulate.py",
     "pipeline/choose.py",
+    "pipeline/lay_out.py",
     "pipeline/slabs.py",
     "pipeline/host_budget.py",
     "pipeline/parties.py",
