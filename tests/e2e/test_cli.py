@@ -50,6 +50,7 @@ BAD_VALUES = {
     "load_mode": "dream",
     "load_threads": "0",
     "routing": "zipf",
+    "async_load": "sometimes",
     "h2d_gbps": "0",
 }
 

@@ -15,11 +15,13 @@ import torch
 
 from overspill import cli
 from overspill.device import factory
+from overspill.device.base import Buffer, Event
 from overspill.device.virtual import VirtualHost
 from overspill.errors import UserError
 from overspill.llm import LLM
 from overspill.pipeline import arena, weights
-from overspill.pipeline.reading import LoadMode
+from overspill.pipeline.reading import LoadMode, ReadInto
+from overspill.pipeline.ring import LoadRing
 from tests.helpers.plain import DATA
 
 MODEL = DATA / "models" / "qwen3moe.gguf"
@@ -68,6 +70,20 @@ def test_auto_moves_what_fills_huge_pages_while_half_of_the_free_memory_is_left(
     with LLM(MODEL, **OPTIONS) as llm:
         assert torch.equal(llm.logits(IDS), wanted)
         assert llm.residence.mapped_bytes == mapped_bytes
+
+
+@pytest.mark.parametrize("how", ["auto", "on", "off"])
+def test_weights_go_up_while_the_next_are_read_unless_told_not_to(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, arrivals, late = LoadRing.send, list[Event](), list[bool]()
+
+    def send(ring: LoadRing, target: Buffer, read: ReadInto) -> Event:
+        late.extend(not arrived.is_done() for arrived in arrivals[-1:])
+        arrivals.append(real(ring, target, read))
+        return arrivals[-1]
+
+    monkeypatch.setattr(LoadRing, "send", send)
+    with LLM(MODEL, **OPTIONS, async_load=how, h2d_gbps=0.02):
+        assert any(late) == (how != "off")
 
 
 @pytest.mark.parametrize("threads", [1, 3])
