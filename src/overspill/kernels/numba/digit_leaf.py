@@ -130,7 +130,7 @@ def _units(e, unpacker, rows, row_bytes, n_rows, first_unit, n_units, ahead):
     """Yields, once, the index of a unit and sixteen rows there: what is emitted then is done for each unit.
 
     Of fewer rows the last one is repeated. The CPU's own prefetcher follows long streams, not sixteen short ones. So,
-    while these rows are read, as many bytes at `ahead` are asked for: what will be read next. They go to the
+    while these rows are read, as many bytes at `ahead` are asked for: what will be read soon. They go to the
     second-level cache, as sixteen long rows would not last in the first.
     """
     b, n_bytes = e.builder, unpacker.n_bytes

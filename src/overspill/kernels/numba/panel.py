@@ -60,6 +60,9 @@ STORE, ADD, SILU, SWIGLU_OAI = 0, 1, 2, 3
 _PIECE_ELEMENTS = 2048
 # How far ahead of its use a weight is asked for: enough for the memory's latency, little in the first-level cache.
 AHEAD_BYTES = 8192
+# The same for the sixteen rows that are unpacked together: they are asked for while the last but one are read (with 1
+# two threads read 4 % less).
+_PANELS_AHEAD = 2
 # Tokens that share one decoded tile; their sums wait in the scratch between two pieces.
 BLOCK_TOKENS = 96
 
@@ -237,7 +240,7 @@ def _by_digits(matrix, part, tokens, then, scratch):
             store_f32(sums, i, np.float32(0))
         for first_unit in range(0, matrix.n_units, units_per_piece):
             n_units = min(units_per_piece, matrix.n_units - first_unit)
-            ahead = at + N_LANES * (matrix.row_bytes + first_unit * matrix.row_bytes // matrix.n_units)
+            ahead = at + N_LANES * (_PANELS_AHEAD * matrix.row_bytes + first_unit * matrix.row_bytes // matrix.n_units)
             if ahead >= part.end:
                 ahead = part.next_read + (ahead - part.end) if part.next_read != 0 else at
             piece = (at, matrix.row_bytes, n, first_unit, n_units, ahead)
