@@ -86,6 +86,19 @@ def test_images_take_the_memory_that_is_planned_and_no_more() -> None:
     assert counts.n_dropped == 8
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_delays_change_nothing(seed: int) -> None:
+    """Copies of slots and waves at random times; a copy that did not wait would bring poison."""
+    first, other, longer = prompts(CASES[3])
+    with opened(CASES[3], "none") as llm:
+        fresh = answer(llm, longer)[1]
+    options = {"cache_ram_mib": 4, "prefix_reuse": "whole-ubatches", "chaos_seed": seed}
+    with opened(CASES[3], "virtual:3", **options) as llm:
+        for ids in (first, other):
+            answer(llm, ids)
+        assert answer(llm, longer) == (96, fresh)
+
+
 @pytest.mark.parametrize("case", [CASES[0], CASES[2]], ids=str)
 def test_cells_of_bytes_and_scales_are_restored_too(case: Case) -> None:
     first, other, longer = prompts(case)

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from overspill.llm import LLM
-from tests.server.served import GREEDY, MODEL, Served, serving
+from tests.server.served import GREEDY, MODEL, Served, serving, wait_until
 
 SIZES: dict[str, Any] = {"n_ctx": 256, "n_ubatch": 16, "n_wave": 32, "prefix_reuse": "whole-ubatches"}
 FIRST, SECOND = list(range(100, 180)), list(range(200, 290))
@@ -71,17 +71,17 @@ def test_a_client_that_leaves_costs_no_image_its_bytes(one: Served) -> None:
 
 @pytest.mark.parametrize("what", ["save", "load"])
 def test_a_copy_that_fails_is_an_error_and_leaves_no_image(one: Served, what: str, monkeypatch: Any) -> None:
+    """As with any failure of a device, the model is loaded anew."""
     one.llm._engine._scheduler.forget_images()
     texts = [ask(one, ids)[0] for ids in (FIRST, SECOND)]
-    with monkeypatch.context() as patched:
 
-        def broken(move: Any) -> None:
-            raise MemoryError("the link is down")
+    def broken(move: Any) -> None:
+        raise MemoryError("the link is down")
 
-        patched.setattr(one.llm.runner._images, f"{what}_host", broken)
-        response = one.post("/completion", prompt=FIRST if what == "load" else [7] * 40, **GREEDY)
-        assert response.status_code == 500
-        assert "the link is down" in response.text
-    one.wait_until_idle()
+    monkeypatch.setattr(one.llm.runner._images, f"{what}_host", broken)
+    response = one.post("/completion", prompt=FIRST if what == "load" else [7] * 40, **GREEDY)
+    assert response.status_code == 500
+    assert "the link is down" in response.text
+    wait_until(lambda: one.client.get("/health").status_code == 200)
     assert counted(one)[3] == 0
     assert [ask(one, ids) for ids in (FIRST, SECOND)] == [(text, 0) for text in texts]

@@ -29,7 +29,7 @@ from tests.server.served import MODEL
         (["--chat-template-kwargs", "[1]"], "--chat-template-kwargs"),
         (["--reasoning-format", "x"], "reasoning_format"),
         (["--reasoning-budget", "5"], "--reasoning-budget 5"),
-        (["-ctk", "q8_0"], "-ctk q8_0: choose one of auto, f32, f16, bf16"),
+        (["-ctk", "q4_0"], "-ctk q4_0: choose one of auto, f32, f16, bf16, q8_0"),
         (["--cache-type-k", "f16", "--cache-type-v=bf16"], "-ctv bf16"),
         (["--lora", "x.gguf"], "--lora: adapters are not supported"),
         (["-fa", "on", "--jinja", "-hf", "a/b"], "-hf: models are read from files; give -m FILE"),
