@@ -34,6 +34,7 @@ MAX_HYBRID_TOKENS = 512
 _MAX_WAVE = 32768
 _MIN_IDS_PER_EXPERT = 16
 _FEWEST_BESIDE, _WORTH = 16, 1.5
+_WITH_CACHE = ("auto", "spread", "hybrid")
 _UBATCHES = (128, 512, 2048, 4096)
 
 Needs = Callable[[int], KernelNeeds]
@@ -326,12 +327,12 @@ def _placed(
 def _keeps(shape: ModelShape, options: Options, placement: Placement, layout: Layout, needs: KernelNeeds) -> bool:
     """Whether a cache can serve. `UserError` where one was asked for that cannot."""
     can_spread = n_spread_tokens(shape, layout, placement, needs) > 0
-    if (not can_spread or options.policy not in ("auto", "spread")) and options.moe_cache_mib != "auto":
+    if (not can_spread or options.policy not in _WITH_CACHE) and options.moe_cache_mib != "auto":
         raise UserError(
             f"--moe-cache-mib {options.moe_cache_mib}: needs GPUs, experts of whole layers in host RAM, slots that "
-            "hold those of a token, and --policy auto or spread; leave it out"
+            "hold those of a token, and --policy auto, spread or hybrid; leave it out"
         )
-    return can_spread and options.policy in ("auto", "spread")
+    return can_spread and options.policy in _WITH_CACHE
 
 
 def _check_host(placement: Placement, options: Options) -> None:
