@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from overspill.kernels import Steps, ref
+from overspill.kernels.mail import FLAG_STRIDE
 
 from tests.helpers.triton_device import DEVICE  # isort: skip
 
@@ -94,14 +95,14 @@ def test_mail_arrives_whole() -> None:
     from overspill.kernels.triton.mail import put_mail, take_mail
 
     parts = [_random(3, 699, seed=1), torch.arange(22, dtype=torch.int32, device=DEVICE).view(2, 11)]
-    flags, late = torch.zeros(6, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    flags, late = torch.zeros(6 * FLAG_STRIDE, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     box, step = torch.zeros(3 * 699 + 3 + 24, dtype=torch.int32), torch.tensor([7], device=DEVICE)
 
     put_mail(step, parts, box, flags)
     received = [torch.zeros_like(part) for part in parts]
     take_mail(step, received, box, flags, late)
 
-    assert flags.tolist() == [7] * 6
+    assert flags[::FLAG_STRIDE].tolist() == [7] * 6
     assert late.item() == 0
     for part, copy in zip(parts, received, strict=True):
         assert torch.equal(part, copy)
@@ -113,7 +114,7 @@ def test_mail_is_added_in_order(n_terms: int) -> None:
     from overspill.kernels.triton.mail import add_mail
 
     numbers = [_random(3, 701, seed=i) * 10.0**i for i in range(n_terms)]
-    flags, late = torch.full((3,), 7), torch.zeros(1, dtype=torch.int64)
+    flags, late = torch.full((3 * FLAG_STRIDE,), 7), torch.zeros(1, dtype=torch.int64)
     terms = [Term(x.view(torch.int32).view(-1), flags) if i % 3 == 1 else Term(x) for i, x in enumerate(numbers)]
     expected = numbers[0].clone()
     for x in numbers[1:]:

@@ -9,7 +9,7 @@ from math import prod
 import torch
 
 from overspill.device.base import Buffer, HostDevice
-from overspill.kernels.mail import MAX_PARTS, n_pieces, room
+from overspill.kernels.mail import FLAG_STRIDE, MAX_PARTS, n_pieces, room
 from overspill.pipeline.ledger import Resource
 from overspill.pipeline.memory import Memory
 from overspill.pipeline.schedule import Action, Verb
@@ -96,8 +96,8 @@ class Letters:
 
 
 def _size(part_words: list[int]) -> tuple[int, int]:
-    """Words and flags of a letter."""
-    return sum(map(room, part_words)), len(part_words) * n_pieces(part_words)
+    """Words of a letter, and int64 numbers of its flags."""
+    return sum(map(room, part_words)), len(part_words) * n_pieces(part_words) * FLAG_STRIDE
 
 
 def _row_words(buffer: Buffer) -> int:

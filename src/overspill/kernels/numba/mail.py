@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from overspill.kernels.mail import FLAG_STRIDE
 from overspill.kernels.numba.memory import (
     acquire,
     load_bf16,
@@ -32,7 +33,8 @@ _MAX_LOOKS = 1 << 29
 
 
 class Waiting(NamedTuple):
-    """Addresses: int64 flags of a letter, the int64 number that they must reach; where that is noted if they do not."""
+    """Addresses: flags of a letter, in `n_flags` numbers; the int64 that they must reach; where it is noted if they do
+    not."""
 
     flags: int
     n_flags: int
@@ -74,7 +76,7 @@ def wait_address() -> int:
         _ = digest
         w = _read_waiting(waiting)
         wanted, n_looks = load_i64(w.number, 0), 0
-        for i_flag in range(w.n_flags):
+        for i_flag in range(0, w.n_flags, FLAG_STRIDE):
             while acquire(w.flags + 8 * i_flag) < wanted and load_i64(w.late, 0) != wanted:
                 pause()
                 n_looks += 1
@@ -110,7 +112,7 @@ def raise_address() -> int:
     def raise_letter(waiting, i):
         _ = digest
         w = _read_waiting(waiting)
-        for i_flag in range(w.n_flags):
+        for i_flag in range(0, w.n_flags, FLAG_STRIDE):
             release(w.flags + 8 * i_flag, load_i64(w.number, 0))
 
     return c_function(raise_letter, 2)
@@ -123,7 +125,7 @@ def _wait() -> Callable[..., None]:
     def wait_for_flags(flags, n_flags, wanted, is_up):
         _ = digest
         n_looks = 0
-        for i in range(n_flags):
+        for i in range(0, n_flags, FLAG_STRIDE):
             while acquire(flags + 8 * i) < wanted and n_looks < _LOOKS:
                 pause()
                 n_looks += 1
@@ -138,19 +140,19 @@ def _raise() -> Callable[..., None]:
 
     def raise_flags(flags, n_flags, value):
         _ = digest
-        for i in range(n_flags):
+        for i in range(0, n_flags, FLAG_STRIDE):
             release(flags + 8 * i, value)
 
     return direct(raise_flags, 3)
 
 
 def look_for_flags(flags: int, n_flags: int, wanted: int) -> bool:
-    """Spin until the int64 numbers at an address have reached a number, or for some milliseconds. Whether they have."""
+    """Spin until the flags in so many int64 have reached a number, or for some milliseconds. Whether they have."""
     is_up = WORKSPACE.memory("is_up", 8)
     _wait()(flags, n_flags, wanted, is_up.address)
     return is_up.read(0) == 1
 
 
 def raise_flags(flags: int, n_flags: int, value: int) -> None:
-    """Set the int64 numbers at an address, after all that was written before."""
+    """Set the flags in so many int64 numbers, after all that was written before."""
     _raise()(flags, n_flags, value)

@@ -25,6 +25,7 @@ from overspill.kernels.triton.tuning import EXPERT_DOWN, EXPERT_GATE_UP, MAX_EXP
 from overspill.quant.experts import ExpertVectors
 from overspill.quant.qtensor import QTensor
 
+_GROUP_OF_SLICES = 4
 _TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -99,37 +100,52 @@ def _gate_up(
 def _down(
     hidden, down, table, slots, experts, weights, scale, bias, out,
     READ: tl.constexpr, DECODE: tl.constexpr, N_PARTS: tl.constexpr, BLOCK_BYTES: tl.constexpr,
-    K: tl.constexpr, K_PAD: tl.constexpr, D: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    ROUND: tl.constexpr, OUT_STRIDE: tl.constexpr, IS_CHAINED: tl.constexpr,
+    K: tl.constexpr, K_PAD: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, ROUND: tl.constexpr, OUT_STRIDE: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program (t, i): values i ROWS ... of token t, from all its experts, which are sorted."""
+    """Program (t, i): values i ROWS ... of token t, from all its experts, which are sorted, GROUP at a time."""
     follow(IS_CHAINED)
     t = tl.program_id(0).to(tl.int64)
     first_row = tl.program_id(1) * ROWS
     rows = tl.minimum(first_row + tl.arange(0, ROWS), D - 1)
-    ranks = tl.arange(0, K_PAD)
-    slots = tl.load(slots + t * K + ranks, mask=ranks < K, other=-1)
-    weights = tl.load(weights + t * K + ranks, mask=ranks < K, other=0.0)
-    is_here = slots >= 0
+    total = tl.load(out + t * OUT_STRIDE + rows)
+    for first in tl.static_range(0, K_PAD, GROUP):
+        ranks = first + tl.arange(0, GROUP)
+        there = tl.load(slots + t * K + ranks, mask=ranks < K, other=-1)
+        if tl.max(there) >= 0:
+            y = _down_of_ranks(
+                hidden, down, table, there, t * K, ranks, first_row, rows, READ, DECODE, N_PARTS, BLOCK_BYTES, K, GROUP,
+                D, F, ROWS, WIDTH, ROUND
+            )  # fmt: skip
+            if scale is not None:
+                known = tl.load(experts + t * K + ranks, mask=ranks < K, other=0)
+                y *= tl.load(scale + known)[:, None]
+            if bias is not None:
+                known = tl.load(experts + t * K + ranks, mask=ranks < K, other=0)
+                y += tl.load(bias + known.to(tl.int64)[:, None] * D + rows[None, :])
+            # -0 is what changes no number when it is added.
+            mix = tl.load(weights + t * K + ranks, mask=ranks < K, other=0.0)
+            said = tl.where((there >= 0)[:, None], y * mix[:, None], -0.0)
+            for k in tl.static_range(GROUP):
+                total += tl.sum(tl.where((ranks == first + k)[:, None], said, -0.0), axis=0)
+    tl.store(out + t * OUT_STRIDE + rows, total, mask=first_row + tl.arange(0, ROWS) < D)
+
+
+@triton.jit
+def _down_of_ranks(
+    hidden, down, table, slots, first_pair, ranks, first_row, rows,
+    READ: tl.constexpr, DECODE: tl.constexpr, N_PARTS: tl.constexpr, BLOCK_BYTES: tl.constexpr,
+    K: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    ROUND: tl.constexpr,
+):  # fmt: skip
+    """Products `[GROUP, ROWS]` of some of a token's experts."""
     # Ranks that are not here read what the first rows of the stack say, which is not used and costs no memory access.
-    base = tl.where(is_here, slots.to(tl.int64) * D + first_row, 0)
-    at = (t * K + tl.minimum(ranks, K - 1)) * F
-    y = READ(
-        hidden, at, None, 0.0, down, table, base, rows - first_row, F, K_PAD, ROWS, WIDTH, ROUND, DECODE, N_PARTS,
+    base = tl.where(slots >= 0, slots.to(tl.int64) * D + first_row, 0)
+    at = (first_pair + tl.minimum(ranks, K - 1)) * F
+    return READ(
+        hidden, at, None, 0.0, down, table, base, rows - first_row, F, GROUP, ROWS, WIDTH, ROUND, DECODE, N_PARTS,
         BLOCK_BYTES, False
     )  # fmt: skip
-    if scale is not None:
-        known = tl.load(experts + t * K + ranks, mask=ranks < K, other=0)
-        y *= tl.load(scale + known)[:, None]
-    if bias is not None:
-        known = tl.load(experts + t * K + ranks, mask=ranks < K, other=0)
-        y += tl.load(bias + known.to(tl.int64)[:, None] * D + rows[None, :])
-    # -0 is what changes no number when it is added.
-    said = tl.where(is_here[:, None], y * weights[:, None], -0.0)
-    total = tl.load(out + t * OUT_STRIDE + rows)
-    for k in tl.static_range(K):
-        total += tl.sum(tl.where(ranks[:, None] == k, said, -0.0), axis=0)
-    tl.store(out + t * OUT_STRIDE + rows, total, mask=first_row + tl.arange(0, ROWS) < D)
 
 
 _gate_up_kernel = Kernel(_gate_up, may_chain=True)
@@ -190,6 +206,8 @@ def add_experts(
     constants = (*stacks[0], *stacks[1], *activate, *widths, *cut)
     _gate_up_kernel((n_pairs, cdiv(F, first.n_rows)), (*args, hidden, *in_order), constants, first.tuning)
     rest = (vectors.scales[2], vectors.biases[2], out)
-    shape = (*widths, second.n_rows, second.width_for(F), _TL[dtype], out.stride(0))
+    # Of slices most lie elsewhere; those that are here have ranks one behind the other.
+    group = widths[1] if pairs.n_slices == 1 else min(widths[1], _GROUP_OF_SLICES)
+    shape = (*widths[:2], group, *widths[2:], second.n_rows, second.width_for(F), _TL[dtype], out.stride(0))
     grid = (len(x), cdiv(D, second.n_rows))
     _down_kernel(grid, (hidden, down.data, tables[2], *in_order, *rest), (*READERS[down.type], *shape), second.tuning)

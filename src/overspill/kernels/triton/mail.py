@@ -17,13 +17,15 @@ import torch
 import triton
 import triton.language as tl
 
-from overspill.kernels.mail import ALIGNMENT, MAX_PARTS, PIECE, n_pieces
+from overspill.kernels.mail import ALIGNMENT, FLAG_STRIDE, MAX_PARTS, PIECE, n_pieces
 from overspill.kernels.sharing import Term
 from overspill.kernels.triton.launch import Kernel, Tuning
 
-_TUNING = Tuning(n_warps=8)
+# Every warp of a program looks at its flag, and what looks at one place in host memory stands in a queue.
+_TUNING = Tuning(n_warps=1)
 _MAX_LOOKS = tl.constexpr(4_000_000)
 _WIDE = tl.constexpr(ALIGNMENT)
+_STRIDE = tl.constexpr(FLAG_STRIDE)
 
 
 @triton.jit(do_not_specialize=["n_a", "n_b", "n_c", "n_d"])
@@ -39,14 +41,17 @@ def _put(step, a, b, c, d, box, flags, n_a, n_b, n_c, n_d, PIECE: tl.constexpr):
     else:
         _copy(d, box + _room(n_a) + _room(n_b) + _room(n_c), first, n_d, PIECE, False)
     tl.debug_barrier()
-    tl.atomic_xchg(flags + i * tl.num_programs(1) + tl.program_id(1), tl.load(step), sem="release", scope="sys")
+    # An atomic operation on host memory that others look at would take its time. One here orders the words before the
+    # number, which a plain store can carry then.
+    number = tl.atomic_add(step, 0, sem="release", scope="sys")
+    tl.store(flags + (i * tl.num_programs(1) + tl.program_id(1)) * _STRIDE, number, cache_modifier=".wt")
 
 
 @triton.jit(do_not_specialize=["n_a", "n_b", "n_c", "n_d"])
 def _take(step, a, b, c, d, box, flags, late, n_a, n_b, n_c, n_d, PIECE: tl.constexpr):
     """Program (i, j): piece j of part i, as soon as its flag is up."""
     i, first = tl.program_id(0), tl.program_id(1) * PIECE
-    _wait(flags + i * tl.num_programs(1) + tl.program_id(1), tl.load(step), late)
+    _wait(flags + (i * tl.num_programs(1) + tl.program_id(1)) * _STRIDE, tl.load(step), late)
     tl.debug_barrier()
     if i == 0:
         _copy(box, a, first, n_a, PIECE, True)
@@ -66,13 +71,13 @@ def _add(
     """Program j: piece j of a + b + c + d. A ...: 0: is not there, 1: lies on this device, 2: comes by mail."""
     j, wanted = tl.program_id(0), tl.load(step)
     if A == 2:
-        _wait(flags_a + j, wanted, late)
+        _wait(flags_a + j * _STRIDE, wanted, late)
     if B == 2:
-        _wait(flags_b + j, wanted, late)
+        _wait(flags_b + j * _STRIDE, wanted, late)
     if C == 2:
-        _wait(flags_c + j, wanted, late)
+        _wait(flags_c + j * _STRIDE, wanted, late)
     if D == 2:
-        _wait(flags_d + j, wanted, late)
+        _wait(flags_d + j * _STRIDE, wanted, late)
     tl.debug_barrier()
     at = j * PIECE + tl.arange(0, PIECE)
     # Words that lie in whole fours can be read four at a time.
