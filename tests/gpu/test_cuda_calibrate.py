@@ -45,7 +45,8 @@ def test_a_model_measures_its_own_experts_then_takes_steps(monkeypatch: pytest.M
         rates = llm.plan.machine.party_rates
         assert [r.n_tokens for r in rates] == [1, 4, 16]
         print([r.as_record() for r in rates], llm.plan.step_schedule(1).shares)
-        shares = [of_owner for of_owner in llm.plan.step_schedule(1).shares if of_owner]
-        assert all(sum(count for _, count in of_owner) == 8 for of_owner in shares)
+        schedule = llm.plan.step_schedule(1)
+        shares = [of_owner for of_owner in schedule.shares if of_owner]
+        assert all(sum(count for _, count in of_owner) == 8 * schedule.n_slices for of_owner in shares)
         with llm.submit(llm.request([1, 2, 3], SamplingParams(max_tokens=4))) as events:
             assert sum(isinstance(event, TokenEvent) for event in events) == 4

@@ -13,7 +13,13 @@ from overspill.placement.machine import Machine
 from overspill.placement.rates import PartyRates
 
 HAND_OFF_US = 20.0
-"""A letter's way from one party to another."""
+"""A copy's way from one device to another."""
+
+_LETTER_US = 8.0
+"""A letter's way from one party to another, in recorded steps (`docs/performance.md`)."""
+
+_PART_US = 40.0
+"""What an accelerator's part takes beside reading: its start, the products, and passing the result on."""
 
 _CPU_BESIDE_LINKS = 0.27
 """Of the rate at which the CPU reads memory alone, what its products of few tokens reach beside accelerators that read
@@ -73,8 +79,8 @@ def parties_of(
     parties = []
     for number in (owner, *helpers):
         gbps = rates.cpu_gbps if number == host else links[number]
-        letters = 0.0 if number == owner else 2 * HAND_OFF_US
-        fixed = rates.cpu_call_us if number == host else 0.0
+        letters = 0.0 if number == owner else 2 * _LETTER_US
+        fixed = rates.cpu_call_us if number == host else _PART_US
         parties.append(Party(number, letters, fixed, expert_bytes / gbps / 1e3))
     return parties
 
