@@ -101,6 +101,7 @@ def test_capacity(devices: Devices) -> None:
         MemoryKind.KV: MIB // 4,
         MemoryKind.COMPUTE: 0,
         MemoryKind.STAGING: 0,
+        MemoryKind.CACHE: 0,
     }
     assert device.allocated_bytes == held
     assert (device.total_bytes, device.free_bytes, device.peak_bytes) == (MIB, MIB // 4, 3 * MIB // 4)
