@@ -11,7 +11,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "overspill"
 LAYERS = [
-    {"errors", "gguf", "quant", "options", "sampling_flags", "gpu_memory"},
+    {"errors", "gguf", "quant", "options", "sampling_flags", "gpu_memory", "letter_room"},
     {"kernels", "cache", "placement", "device", "text"},
     {"models"},
     {"pipeline"},
@@ -50,10 +50,13 @@ NO_TORCH = [
     "pipeline/host_budget.py",
     "pipeline/parties.py",
     "pipeline/spread.py",
+    "pipeline/letter_sizes.py",
+    "pipeline/step_budget.py",
     "models/describe.py",
     "needs.py",
     "saved_rates.py",
     "gpu_memory.py",
+    "letter_room.py",
     "commands/plan.py",
     "engine/request.py",
     "engine/scheduler.py",

@@ -17,10 +17,10 @@ import torch
 from overspill.device.base import Device, Recording, Stream, running_on
 from overspill.device.virtual import VirtualDevice, VirtualStream
 from overspill.kernels import Ops, Steps
-from overspill.kernels.mail import room
 from overspill.kernels.numba.mail import look_for_flags, raise_flags
 from overspill.kernels.ref import OPS
 from overspill.kernels.sharing import Mail, Term
+from overspill.letter_room import room
 from overspill.models.base import UbatchView
 from overspill.models.rope import Rope
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from overspill.kernels import Steps, ref
-from overspill.kernels.mail import FLAG_STRIDE
+from overspill.letter_room import FLAG_STRIDE
 
 from tests.helpers.triton_device import DEVICE  # isort: skip
 

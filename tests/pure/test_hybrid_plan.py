@@ -11,9 +11,10 @@ from overspill.errors import UserError
 from overspill.models.check import understand
 from overspill.needs import needs_on, shape_for
 from overspill.options import options_from
-from overspill.pipeline.choose import MAX_HYBRID_TOKENS, Plan, choose
+from overspill.pipeline.choose import Plan, choose
 from overspill.pipeline.schedule import Policy
 from overspill.pipeline.simulate import WaveShape, predict
+from overspill.placement.budget import MAX_HYBRID_TOKENS
 from overspill.placement.machine import DeviceSpec, Machine
 
 GIB = 1 << 30

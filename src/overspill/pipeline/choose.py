@@ -21,7 +21,8 @@ from overspill.pipeline.schedule import Order, Policy, WaveSchedule
 from overspill.pipeline.simulate import Prediction, WaveShape, predict
 from overspill.pipeline.split import Layout
 from overspill.pipeline.spread import n_spread_tokens, owners_of, spread
-from overspill.placement.budget import NO_NEEDS, KernelNeeds
+from overspill.pipeline.step_budget import with_step_buffers
+from overspill.placement.budget import MAX_HYBRID_TOKENS, NO_NEEDS, KernelNeeds
 from overspill.placement.expert_cache import kept_bytes, slot_bytes, with_cache
 from overspill.placement.machine import Machine
 from overspill.placement.plan import GIB, Placement, place
@@ -30,7 +31,6 @@ from overspill.placement.shape import ModelShape
 
 REFERENCE_PROMPT = 4096
 DEFAULT_IN_FLIGHT = 256
-MAX_HYBRID_TOKENS = 512
 _MAX_WAVE = 32768
 _MIN_IDS_PER_EXPERT = 16
 _FEWEST_BESIDE, _WORTH = 16, 1.5
@@ -315,6 +315,8 @@ def _placed(
     placement = with_host_buffers(
         shape, placement, layout, needs, n_parallel=options.n_parallel, n_image_bytes=options.n_image_bytes
     )
+    n_hybrid = _n_hybrid_tokens(options, layout, n_ubatch)
+    placement = with_step_buffers(shape, placement, layout, needs, n_sequences=options.n_parallel, n_hybrid=n_hybrid)
     _check_host(placement, options)
     if not options.moe_cache_mib or not any(layout.slabs) or not _keeps(shape, options, placement, layout, needs):
         return placement, layout

@@ -9,8 +9,9 @@ from math import prod
 import torch
 
 from overspill.device.base import Buffer, HostDevice
-from overspill.kernels.mail import FLAG_STRIDE, MAX_PARTS, n_pieces, room
+from overspill.letter_room import MAX_PARTS, room
 from overspill.pipeline.ledger import Resource
+from overspill.pipeline.letter_sizes import LetterSizes, letter_size
 from overspill.pipeline.memory import Memory
 from overspill.pipeline.schedule import Action, Verb
 from overspill.pipeline.wave import Ubatch
@@ -18,7 +19,7 @@ from overspill.pipeline.wave import Ubatch
 
 @dataclass(frozen=True, eq=False)
 class Letter:
-    """A hand-off: its box in pinned memory, and a flag for each piece of each part, see `kernels.mail`.
+    """A hand-off: its box in pinned memory, and a flag for each piece of each part, see `letter_room`.
 
     is_copy: one of the same content has been sent before, in the same box: nobody needs to send this one.
     """
@@ -37,19 +38,16 @@ class Letter:
 
 
 class Letters:
-    """The memory of all letters of a step of at most `n_tokens`; programs use it one after the other."""
+    """The memory of all letters of any step, reserved at once; programs use it one after the other."""
 
-    def __init__(self, host: HostDevice, memory: Memory, n_tokens: int) -> None:
-        self._n_tokens = n_tokens
-        self._host = host
+    def __init__(self, host: HostDevice, memory: Memory, sizes: LetterSizes) -> None:
         self._memory = memory
-        self.boxes = torch.empty(0, dtype=torch.int32)
-        self.flags = torch.empty(0, dtype=torch.int64)
+        allocate = host.allocate_pinned
+        self.boxes = allocate(4 * sizes.n_words, name="mail").host_tensor.view(torch.int32).zero_()
+        self.flags = allocate(8 * sizes.n_flags, name="flags").host_tensor.view(torch.int64).zero_()
 
     def address(self, listed: Sequence[Action], ubatch: Ubatch) -> dict[int, Letter]:
-        """A box and flags for each hand-off, by `id` of its action, in memory reserved for the most tokens."""
-        hand_offs = [action for action in listed if action.verb is Verb.HAND_OFF]
-        self._reserve([self._part_words(action, self._n_tokens) for action in hand_offs])
+        """A box and flags for each hand-off, by `id` of its action."""
         latest: dict[tuple[int, tuple[Resource, ...]], Letter] = {}
         found, at, i_flag = {}, 0, 0
         for action in listed:
@@ -58,7 +56,7 @@ class Letters:
                 letter = latest.get(key)
                 if letter is None:
                     part_words = self._part_words(action, ubatch.n_tokens)
-                    n_words, n_flags = _size(part_words)
+                    n_words, n_flags = letter_size(part_words)
                     box, flags = self.boxes[at : at + n_words], self.flags[i_flag : i_flag + n_flags]
                     found[id(action)] = latest[key] = Letter(action, box, flags, part_words)
                     at, i_flag = at + n_words, i_flag + n_flags
@@ -73,14 +71,6 @@ class Letters:
         assert len(buffers) <= MAX_PARTS
         return [_row_words(buffer) * min(n_tokens, len(buffer.raw())) for buffer in buffers]
 
-    def _reserve(self, letters: Sequence[list[int]]) -> None:
-        sizes = [_size(part_words) for part_words in letters]
-        n_words, n_flags = (max(1, sum(n)) for n in zip((0, 0), *sizes, strict=True))
-        if n_words > len(self.boxes) or n_flags > len(self.flags):
-            allocate = self._host.allocate_pinned
-            self.boxes = allocate(4 * n_words, name="mail").host_tensor.view(torch.int32).zero_()
-            self.flags = allocate(8 * n_flags, name="flags").host_tensor.view(torch.int64).zero_()
-
     def fill_harmless(self, letters: Iterable[Letter]) -> None:
         """For kernels that run before anything was sent: routing that is none would lead them out of their memory."""
         self.boxes.zero_()
@@ -93,11 +83,6 @@ class Letters:
                     parts[1].view(-1, n_used).copy_(torch.arange(n_used, dtype=torch.int32))
                 elif resource[0] == "who":
                     parts[0].fill_(-1)
-
-
-def _size(part_words: list[int]) -> tuple[int, int]:
-    """Words of a letter, and int64 numbers of its flags."""
-    return sum(map(room, part_words)), len(part_words) * n_pieces(part_words) * FLAG_STRIDE
 
 
 def _row_words(buffer: Buffer) -> int:

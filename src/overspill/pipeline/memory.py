@@ -18,6 +18,7 @@ from overspill.gpu_memory import MAX_SLICES
 from overspill.models.base import HParams
 from overspill.pipeline.history import TokenHistory
 from overspill.pipeline.ledger import Resource
+from overspill.pipeline.letter_sizes import LetterSizes, step_letters
 from overspill.pipeline.split import N_TILES, Layout, detours
 from overspill.placement.budget import N_LOGIT_BUFFERS, N_LOGIT_ROWS, StagingPlan
 
@@ -77,6 +78,7 @@ class Memory:
     ) -> None:
         self.sizes = sizes
         self._precision = precision
+        self._n_spread_tokens = n_spread_tokens
         self.n_vocab = hp.n_vocab
         self.n_expert_used = hp.n_expert_used
         self.has_states = hp.has_states
@@ -116,6 +118,17 @@ class Memory:
     def trial_row(self) -> int:
         """A row of states that may be written at any time."""
         return self.sizes.n_slots * self.sizes.n_states
+
+    def step_letters(self, layout: Layout) -> LetterSizes:
+        """What letters of decoding steps may take."""
+        return step_letters(
+            self._hp,
+            layout,
+            self.sizes.n_ubatch,
+            self.sizes.n_slots,
+            normed_value_bytes=self._precision.normed.itemsize,
+            n_spread=self._n_spread_tokens,
+        )
 
     def __getitem__(self, resource: Resource) -> tuple[Buffer, ...]:
         return self._buffers[resource]

@@ -13,12 +13,8 @@ from overspill.models.base import UbatchView
 from overspill.pipeline.host_share import HostShare
 from overspill.pipeline.ledger import Resource
 from overspill.pipeline.schedule import Action
-from overspill.pipeline.wave import MAX_STEP_TOKENS, Ubatch
+from overspill.pipeline.wave import MAX_STEP_TOKENS, STEP_HEADER_WORDS, STEP_ROWS, Ubatch
 from overspill.pipeline.work import Work
-
-_HEADER_WORDS = 2
-_N_ROWS = 5
-INPUT_WORDS = _HEADER_WORDS + _N_ROWS * MAX_STEP_TOKENS
 
 
 class Inputs(NamedTuple):
@@ -33,9 +29,9 @@ class Inputs(NamedTuple):
 
 
 def inputs_in(words: torch.Tensor, n_tokens: int) -> Inputs:
-    """Views of int32 `[INPUT_WORDS]`."""
-    rows = words[_HEADER_WORDS:].view(_N_ROWS, MAX_STEP_TOKENS)[:, :n_tokens]
-    return Inputs(words[:_HEADER_WORDS].view(torch.int64), *rows)
+    """Views of int32 `[STEP_WORDS]`."""
+    rows = words[STEP_HEADER_WORDS:].view(STEP_ROWS, MAX_STEP_TOKENS)[:, :n_tokens]
+    return Inputs(words[:STEP_HEADER_WORDS].view(torch.int64), *rows)
 
 
 def _are_alike(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -33,8 +33,8 @@ from overspill.pipeline.listing import HostWork, Listing
 from overspill.pipeline.memory import Memory
 from overspill.pipeline.schedule import Action, Policy, Verb, WaveSchedule, actions
 from overspill.pipeline.split import Detour, Layout
-from overspill.pipeline.step_work import INPUT_WORDS, StepWork, inputs_in
-from overspill.pipeline.wave import MAX_STEP_TOKENS, Ubatch, Wave
+from overspill.pipeline.step_work import StepWork, inputs_in
+from overspill.pipeline.wave import STEP_WORDS, Ubatch, Wave
 
 _PROGRAMS_KEPT = 16
 _PATIENCE_S = 20.0
@@ -90,14 +90,14 @@ class StepRunner:
         # What goes by mail passes through host memory anyhow.
         self._layout = replace(layout, detour=Detour())
         work.inputs = {i: self._new_input(i) for i in used}
-        self._host_inputs = devices.host.allocate_pinned(4 * INPUT_WORDS, name="host_step").host_tensor
+        self._host_inputs = devices.host.allocate_pinned(4 * STEP_WORDS, name="host_step").host_tensor
         self._late = devices.host.allocate_pinned(8, name="late").host_tensor.view(torch.int64)
         self._late.zero_()
-        self._letters = Letters(devices.host, memory, min(MAX_STEP_TOKENS, memory.sizes.n_slots))
+        self._letters = Letters(devices.host, memory, memory.step_letters(layout))
 
     def _new_input(self, i_device: int) -> Buffer:
         device = self._devices.all[i_device]
-        return device.allocate((INPUT_WORDS,), torch.int32, kind=MemoryKind.COMPUTE, name="step")
+        return device.allocate((STEP_WORDS,), torch.int32, kind=MemoryKind.COMPUTE, name="step")
 
     @classmethod
     def serves(cls, devices: Devices, layout: Layout, hp: HParams) -> bool:
@@ -209,10 +209,7 @@ class StepRunner:
         for device in self._devices.all:
             device.synchronize_host()
         listed = list(actions(self._layout, schedule, [self._work.n_chunks(ubatch)], [1]))
-        memory_before = self._letters.boxes
         letters = self._letters.address(listed, ubatch)
-        if self._letters.boxes is not memory_before:
-            self._programs.clear()  # theirs is gone
         listing = Listing(self._work, self._memory, self._tables, self._layout.host, self._host_inputs, self._late)
         works = listing.of(listed, letters, ubatch)
         self._letters.flags.fill_(self._n_steps)

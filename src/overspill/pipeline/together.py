@@ -24,7 +24,7 @@ import torch
 from overspill.device.base import Buffer, Device, Event, HostDevice, MemoryKind, Part
 from overspill.device.lane import Lane
 from overspill.kernels import Ops, cpu
-from overspill.kernels.mail import room
+from overspill.letter_room import room
 from overspill.models.base import Routing
 from overspill.pipeline.host_share import HostShare, HostShares
 from overspill.pipeline.ledger import StreamId

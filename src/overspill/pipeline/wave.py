@@ -10,10 +10,14 @@ from dataclasses import dataclass
 
 from overspill.cache.cells import Segment
 
-__all__ = ["MAX_STEP_TOKENS", "Segment", "Ubatch", "Wave"]
+__all__ = ["MAX_STEP_TOKENS", "STEP_HEADER_WORDS", "STEP_ROWS", "STEP_WORDS", "Segment", "Ubatch", "Wave"]
 
 MAX_STEP_TOKENS = 32
 """Of a wave that is computed as a decoding step."""
+
+STEP_HEADER_WORDS, STEP_ROWS = 2, 5
+STEP_WORDS = STEP_HEADER_WORDS + STEP_ROWS * MAX_STEP_TOKENS
+"""32-bit words of what a device reads at the start of a step: its number, and rows of as many numbers as tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from overspill.placement.budget import (
     KernelNeeds,
     StagingPlan,
     activation_bytes,
+    most_spread_bytes,
     pinned_end_bytes,
 )
 from overspill.placement.fit import fit, literal
@@ -152,6 +153,7 @@ def _demand(
         shape, n_ubatch=n_ubatch, n_wave=n_wave, has_output=True, normed_value_bytes=needs.normed_value_bytes
     )
     pinned_ends = pinned_end_bytes(shape, activations, n_ubatch)
+    spread = most_spread_bytes(shape, n_ubatch=n_ubatch, n_ubatches=activations.n_slots, needs=needs, n_devices=host)
     return Demand(
         fixed=tuple(a + b for a, b in zip(shape.dense_bytes, resident, strict=True)),
         movable=tuple(movable),
@@ -167,7 +169,7 @@ def _demand(
         output_bytes=shape.output_bytes,
         tied_bytes=shape.tied_bytes,
         embed_bytes=shape.embed_bytes,
-        activation_bytes=activations.total - activations.logits + needs.scratch_bytes,
+        activation_bytes=activations.total - activations.logits + needs.scratch_bytes + spread,
         logits_bytes=activations.logits + needs.head_bytes,
         n_slots=options.n_staging_slots,
         resident_bytes=needs.resident_bytes,

@@ -1,4 +1,4 @@
-"""The CPU's side of letters in pinned memory: waiting for flags, opening, raising flags. See `kernels.mail`."""
+"""The CPU's side of letters in pinned memory: waiting for flags, opening, raising flags. See `letter_room`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from overspill.kernels.mail import FLAG_STRIDE
 from overspill.kernels.numba.memory import (
     acquire,
     load_bf16,
@@ -25,6 +24,7 @@ from overspill.kernels.numba.memory import (
 from overspill.kernels.numba.native import c_function, direct
 from overspill.kernels.numba.target import SOURCE_DIGEST
 from overspill.kernels.numba.workspace import WORKSPACE
+from overspill.letter_room import FLAG_STRIDE
 
 # Looks before the caller gets to look at the clock: some milliseconds.
 _LOOKS = 1 << 18

@@ -1,6 +1,6 @@
 """Passing rows between a GPU and whoever else can reach the same pinned host memory, inside recorded work.
 
-How a letter lies there: `kernels.mail`. A sender's program copies a piece into the box and then raises its flag to the
+How a letter lies there: `letter_room`. A sender's program copies a piece into the box and then raises its flag to the
 number of the step; a receiver's program waits for that number and takes the piece. So two recordings, or a recording
 and the CPU, meet without the host's help, and no direct path between devices is needed. What is received to be added
 is not stored before: `add_mail` adds it from the box.
@@ -17,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from overspill.kernels.mail import ALIGNMENT, FLAG_STRIDE, MAX_PARTS, PIECE, n_pieces
 from overspill.kernels.sharing import Term
 from overspill.kernels.triton.launch import Kernel, Tuning
+from overspill.letter_room import ALIGNMENT, FLAG_STRIDE, MAX_PARTS, PIECE, n_pieces
 
 # Every warp of a program looks at its flag, and what looks at one place in host memory stands in a queue.
 _TUNING = Tuning(n_warps=1)
@@ -144,7 +144,7 @@ def put_mail(step: torch.Tensor, parts: Sequence[torch.Tensor], box: torch.Tenso
     """Send tensors of this device.
 
     step: int64 `[1]` on the device, the number of the step. parts: contiguous, of whole 32-bit words. box, flags: int32
-    and int64, in pinned memory, see `kernels.mail`.
+    and int64, in pinned memory, see `letter_room`.
     """
     words = [_words(part) for part in parts]
     grid = len(words), n_pieces([len(word) for word in words])
