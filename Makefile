@@ -1,4 +1,4 @@
-# make test   installs what the tests need and runs them all      make check  format, lint, types
+# make test   installs what the tests need and runs them all, two files at a time      make check  format, lint, types
 # make kernels  the GPU's kernels in Triton's interpreter, on the CPU: minutes, so `make test` skips them without Triton
 # make demo   the main job on real weights, on this machine's CPU
 VENV ?= .venv
@@ -8,7 +8,7 @@ PY := $(VENV)/bin/python
 .PHONY: test check kernels demo clean
 
 test: $(VENV)/.dev
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 --dist loadfile
 
 check: $(VENV)/.dev
 	$(VENV)/bin/ruff format --check .

@@ -15,6 +15,7 @@ from overspill.engine.scheduler import ContextOverflow, Scheduler, output_slots
 from overspill.engine.slots import PrefixReuse
 from overspill.errors import UserError
 from overspill.pipeline.wave import Segment, Wave
+from tests.helpers.traffic import slot_sizes
 
 SIZES = {"n_vocab": 100, "n_ctx_slot": 64, "n_slots": 2, "n_ubatch": 4, "n_wave": 12}
 
@@ -279,15 +280,7 @@ def test_dropping_a_waiting_request_and_forgetting_cells():
 
 @st.composite
 def traffic(draw):
-    n_ubatch, n_slots = draw(st.integers(1, 6)), draw(st.integers(1, 5))
-    sizes = {
-        "n_vocab": 100,
-        "n_ctx_slot": 40,
-        "n_slots": n_slots,
-        "n_ubatch": n_ubatch,
-        "n_wave": max(n_ubatch, n_slots) + draw(st.integers(0, 12)),
-        "reuse": draw(st.sampled_from(PrefixReuse)),
-    }
+    sizes = draw(slot_sizes(n_ubatch=6, n_slots=5))
     prompts = st.lists(st.integers(0, 2), min_size=1, max_size=39)
     requests = draw(st.lists(st.tuples(prompts, st.integers(-1, 6), st.integers(0, 8)), min_size=1, max_size=10))
     return sizes, requests

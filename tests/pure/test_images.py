@@ -14,6 +14,7 @@ from overspill.engine.request import Request, SamplingParams
 from overspill.engine.scheduler import Scheduler, output_slots
 from overspill.engine.slots import Move, PrefixReuse
 from overspill.pipeline.wave import Wave
+from tests.helpers.traffic import slot_sizes
 
 # --- the store alone
 
@@ -136,16 +137,7 @@ class Device:
 
 @st.composite
 def traffic(draw: st.DrawFn) -> tuple[dict[str, object], int, list[tuple[list[int], int, bool]]]:
-    n_ubatch, n_slots = draw(st.integers(1, 5)), draw(st.integers(1, 3))
-    sizes = {
-        "n_vocab": 100,
-        "n_ctx_slot": 40,
-        "n_slots": n_slots,
-        "n_ubatch": n_ubatch,
-        "n_wave": max(n_ubatch, n_slots) + draw(st.integers(0, 12)),
-        "reuse": draw(st.sampled_from(PrefixReuse)),
-        "n_states": draw(st.integers(0, 4)),
-    }
+    sizes = draw(slot_sizes(n_ubatch=5, n_slots=3)) | {"n_states": draw(st.integers(0, 4))}
     head = st.sampled_from([[1] * 12, [2] * 15, [1] * 8 + [2] * 12])
     prompts = st.builds(lambda a, b: a + b, head, st.lists(st.integers(0, 1), min_size=1, max_size=14))
     request = st.tuples(prompts, st.integers(0, 6), st.booleans())

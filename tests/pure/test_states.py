@@ -13,8 +13,8 @@ from overspill.cache.cells import CellType, KvShape, Segment, StateRows
 from overspill.cache.states import SlotStates, StateGuard
 from overspill.engine.request import Request, SamplingParams
 from overspill.engine.scheduler import Scheduler, output_slots
-from overspill.engine.slots import PrefixReuse
 from overspill.pipeline.wave import Wave
+from tests.helpers.traffic import slot_sizes
 
 # --- rows of one slot
 
@@ -121,16 +121,7 @@ class Device:
 
 @st.composite
 def traffic(draw: st.DrawFn) -> tuple[dict[str, object], list[tuple[list[int], int, int]]]:
-    n_ubatch, n_slots = draw(st.integers(1, 5)), draw(st.integers(1, 3))
-    sizes = {
-        "n_vocab": 100,
-        "n_ctx_slot": 40,
-        "n_slots": n_slots,
-        "n_ubatch": n_ubatch,
-        "n_wave": max(n_ubatch, n_slots) + draw(st.integers(0, 12)),
-        "reuse": draw(st.sampled_from(PrefixReuse)),
-        "n_states": draw(st.integers(1, 5)),
-    }
+    sizes = draw(slot_sizes(n_ubatch=5, n_slots=3)) | {"n_states": draw(st.integers(1, 5))}
     prompts = st.lists(st.integers(0, 1), min_size=1, max_size=39)
     request = st.tuples(prompts, st.integers(0, 6), st.integers(0, 8))
     return sizes, draw(st.lists(request, min_size=1, max_size=12))
