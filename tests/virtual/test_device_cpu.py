@@ -110,6 +110,7 @@ def test_accounting(cpu: CpuDevice) -> None:
         MemoryKind.KV: 0,
         MemoryKind.COMPUTE: 0,
         MemoryKind.STAGING: 128 * KIB,
+        MemoryKind.CACHE: 0,
     }
     cpu.free(pinned)
     assert (cpu.free_bytes, cpu.peak_bytes, cpu.counters.n_allocations) == (896 * KIB, 384 * KIB, 2)
