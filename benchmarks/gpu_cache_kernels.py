@@ -10,10 +10,10 @@ reads so many experts from pinned memory; its floor is the link's rate.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+from gpu_report import CUDA, graph_us
 
 from overspill.device.cuda import pinned_memory
 from overspill.gguf.types import TensorType
@@ -24,27 +24,6 @@ from overspill.quant.qtensor import QTensor
 
 E, K, F, D, N_CALLS = 128, 8, 768, 2048, 16
 SHARES = [(0, 3), (1, 3), (2, 2)]
-CUDA = torch.device("cuda")
-
-
-def graph_us(calls: Sequence[Callable[[], object]]) -> float:
-    """Microseconds of a call when all are recorded in turn; the median of 5 replays after 2."""
-    for call in calls[:2]:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
-    for _ in range(7):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * start.elapsed_time(end) / len(calls))
-    return round(sorted(times[2:])[2], 2)
 
 
 def host_experts() -> ExpertWeights:
@@ -78,16 +57,24 @@ def main() -> None:
     for n_slices in (1, 2):
         who = torch.empty(E * n_slices, dtype=torch.int32, device=CUDA)
         tally, state = torch.zeros(4, dtype=torch.int64, device=CUDA), empty(n_slices)
-        us = graph_us([partial(spread.divide, i, SHARES, who, tally, n_slices, 2) for i in ids])
-        print(json.dumps({"name": "divide", "slices": n_slices, "us": us}))
-        us = graph_us([partial(expert_cache.look_up, i, SHARES, who, tally, state, 2) for i in ids])
-        print(json.dumps({"name": "look_up", "slices": n_slices, "us": us}))
+        us = graph_us([partial(spread.divide, i, SHARES, who, tally, n_slices, 2) for i in ids], N_CALLS)
+        print(json.dumps({"name": "divide", "slices": n_slices, "us": round(us, 2)}))
+        us = graph_us([partial(expert_cache.look_up, i, SHARES, who, tally, state, 2) for i in ids], N_CALLS)
+        print(json.dumps({"name": "look_up", "slices": n_slices, "us": round(us, 2)}))
         for n_parts in (0, 1, 2, 3, 4, 8):
             states = [fills(n_slices, 8 * i, n_parts) for i in range(N_CALLS)]
-            us = graph_us([partial(spread.fill, source, s, memory, NO_VECTORS) for s in states])
+            us = graph_us([partial(spread.fill, source, s, memory, NO_VECTORS) for s in states], N_CALLS)
             gb_s = round(n_parts / n_slices * expert_bytes / us / 1e3, 1)
             print(
-                json.dumps({"name": "fill", "experts": n_parts / n_slices, "slices": n_slices, "us": us, "gb_s": gb_s})
+                json.dumps(
+                    {
+                        "name": "fill",
+                        "experts": n_parts / n_slices,
+                        "slices": n_slices,
+                        "us": round(us, 2),
+                        "gb_s": gb_s,
+                    }
+                )
             )
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_report import BF16, CUDA, error, normal, q8_0, random_weight
+from gpu_report import BF16, CUDA, error, graph_us, normal, q8_0, random_weight
 
 from overspill.gguf.types import TensorType
 from overspill.kernels import Steps, ref
@@ -65,26 +65,6 @@ class Lines:
     def checked(self, name: str, got: torch.Tensor, wanted: torch.Tensor, limit: float, **more: Any) -> None:
         e = error(got, wanted)
         self.add(name=name, error=float(f"{e:.3g}"), ok=e <= limit, **more)
-
-
-def graph_us(calls: Sequence[Callable[[], object]], n_calls: int) -> float:
-    """Microseconds of a call, of `n_calls` recorded in turn; the median of 5 replays after 2."""
-    for call in calls[:2]:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(n_calls):
-            calls[i % len(calls)]()
-    times = []
-    for _ in range(7):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * start.elapsed_time(end) / n_calls)
-    return sorted(times[2:])[2]
 
 
 def replayed(call: Callable[[], torch.Tensor]) -> torch.Tensor:
