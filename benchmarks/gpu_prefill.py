@@ -118,6 +118,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="setups by the beginnings of their names")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    torch.cuda.init()
     for name, (rows, options) in setups(torch.cuda.device_count()).items():
         if args.only and not name.startswith(tuple(args.only)):
             continue
