@@ -47,7 +47,8 @@ def poison(llm: LLM) -> None:
     for buffers in llm.runner._memory._buffers.values():
         for buffer in buffers:
             buffer.raw_bytes().fill_(0xFF)
-    torch.cuda.synchronize()
+    for i in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(i)
 
 
 def run(*, before: Callable[[LLM], None] = poison, **options: object) -> list[torch.Tensor]:
