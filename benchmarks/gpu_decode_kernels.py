@@ -363,7 +363,7 @@ def chain(lines: Lines, is_tuning: bool) -> None:
         def attend(x, layer, steps=steps, angles=angles, caches=caches):
             q, k, v = ops.norm_linears(x, gain, EPS, layer[0], ())
             q = ops.prepare_steps(q, k, v, caches, steps, angles, (head_gain, head_gain), eps=EPS, is_interleaved=False)
-            return ops.add_linear(x, ops.attend_steps(q, *caches, steps, scale=A**-0.5), layer[1])
+            return ops.add_linear(x, ops.attend_steps(q, *caches, A, steps, scale=A**-0.5), layer[1])
 
         def step(x0=x0, attend=attend):
             x = x0

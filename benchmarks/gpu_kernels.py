@@ -68,7 +68,7 @@ def bench_dense(report: Report) -> None:
     gains = HeadGains(normal(A), normal(A), 1e-6)
     cells = torch.empty(2, G, 2 * T, A, dtype=BF16, device=CUDA)
     angles = Angles(cos, sin, False)
-    run = partial(prepare_heads, q, k, v, (cells[0, :, :T], cells[1, :, :T]), angles, gains, dtype=BF16)
+    run = partial(prepare_heads, q, k, v, (cells[0, :, :T], cells[1, :, :T]), angles, gains)
     wanted = ref.rope_halves(ref.rms_norm(q.view(T, H, A).double(), gains.q.double(), 1e-6), cos.double(), sin.double())
     is_right = error(run(), wanted) < 4e-3 and error(cells[1, :, :T], v.view(T, G, A).transpose(0, 1)) < 4e-3
     report.add("prepare heads 4096 x (32 + 2 x 4) x 128", run, n_bytes=6 * T * (H + 2 * G) * A, is_right=is_right)
@@ -169,11 +169,11 @@ def layer_calls(T: int) -> Iterator[tuple[str, Callable[[], object]]]:
     job = job_of(LAYERS[0]._replace(n_tokens=T))
     normed = ops.rms_norm(x, gain, 1e-6)
     q, k, v = (ops.linear(normed, matrix) for matrix in matrices[:3])
-    queries = prepare_heads(q, k, v, (cells[0], cells[1]), angles, gains, dtype=BF16)
+    queries = prepare_heads(q, k, v, (cells[0], cells[1]), angles, gains)
     attended = ops.attention(queries, cells[0], cells[1], scale=A**-0.5)
     yield "norm", lambda: ops.rms_norm(x, gain, 1e-6)
     yield "q, k, v", lambda: [ops.linear(normed, matrix) for matrix in matrices[:3]]
-    yield "heads", lambda: prepare_heads(q, k, v, (cells[0], cells[1]), angles, gains, dtype=BF16)
+    yield "heads", lambda: prepare_heads(q, k, v, (cells[0], cells[1]), angles, gains)
     yield "attention", lambda: ops.attention(queries, cells[0], cells[1], scale=A**-0.5)
     yield "output", lambda: x.add_(ops.linear(attended, matrices[3]))
     yield "route", lambda: route(x, gain, 1e-6, router, Choice(K), dtype=BF16)

@@ -18,7 +18,7 @@ from overspill.models.describe import dense_wide_bytes, model_shape
 from overspill.models.specs.base import HParams, TensorSpec
 from overspill.options import Options, flag_of
 from overspill.pipeline.slabs import WIDE_VALUE_BYTES
-from overspill.placement.budget import N_LOGIT_ROWS, NO_NEEDS, KernelNeeds
+from overspill.placement.budget import N_LOGIT_ROWS, KernelNeeds
 from overspill.placement.machine import Machine
 from overspill.placement.shape import ModelShape, Role, role_of
 
@@ -60,13 +60,13 @@ def has_gpus(machine: Machine) -> bool:
 
 
 def cell_type(machine: Machine, options: Options) -> CellType:
-    """Of keys and values in the cache: bf16 beside GPUs; elsewhere f32, or what the user says."""
+    """Of keys and values in the cache: what the user says, otherwise bf16 beside GPUs and f32 elsewhere."""
     asked = options.cache_type_k
-    if not has_gpus(machine):
-        return CellType.F32 if asked == "auto" else CellType(asked)
-    if asked not in ("auto", "bf16"):
-        raise UserError(f"{flag_of('cache_type_k')} {asked}: kernels of GPUs read bf16; leave it out")
-    return CellType.BF16
+    if asked == "auto":
+        return CellType.BF16 if has_gpus(machine) else CellType.F32
+    if asked == "f32" and has_gpus(machine):
+        raise UserError(f"{flag_of('cache_type_k')} f32: kernels of GPUs read f16, bf16 and q8_0; choose one of these")
+    return CellType(asked)
 
 
 def shape_for(
@@ -93,11 +93,13 @@ def needs_on(
     machine: Machine, options: Options, hp: HParams, specs: Sequence[TensorSpec]
 ) -> Callable[[int], KernelNeeds]:
     """What the accelerators' kernels take, by the size of a ubatch."""
+    cells = cell_type(machine, options)
+    host_read = 0 if cells is CellType.F32 else _cell_bytes(hp, CellType.F32)
     if not has_gpus(machine):
-        decoded = KernelNeeds(read_cell_bytes=max(hp.kv_shape(i).cell_bytes(CellType.F32) for i in range(hp.n_layer)))
-        needs = NO_NEEDS if cell_type(machine, options) is CellType.F32 else decoded
+        needs = KernelNeeds(read_cell_bytes=host_read, host_read_cell_bytes=host_read)
         return lambda n_ubatch: needs
     n_heads_dim = hp.n_head * hp.head_dim
+    rounded_bytes = 0 if cells is CellType.BF16 else 2 * n_heads_dim
     experts = (hp.n_expert, hp.n_expert_used, hp.n_ff_exp if hp.n_expert else hp.n_ff)
     logits_bytes = 4 * N_LOGIT_ROWS * hp.n_vocab
     return lambda n_ubatch: KernelNeeds(
@@ -106,11 +108,18 @@ def needs_on(
         scratch_bytes=scratch_bytes(
             n_ubatch, n_embd=hp.n_embd, n_heads_dim=n_heads_dim, n_kv_dim=hp.n_head_kv * hp.head_dim, experts=experts
         )
-        + 4 * hp.n_scratch * n_ubatch,
+        + (4 * hp.n_scratch + rounded_bytes) * n_ubatch,
         head_bytes=logits_bytes + DENSE_PART_BYTES,
         resident_bytes=DEFAULT_WEIGHT_BYTES if hp.n_expert else 0,
         n_trials=1,
         takes_steps=True,
         n_spread_tokens=MAX_SPREAD_TOKENS,
         spreads_alone=any(spec.name.endswith(("_exps.bias", "_exps.scale")) for spec in specs),
+        read_cell_bytes=_cell_bytes(hp, CellType.F16) if cells is CellType.Q8_0 else 0,
+        host_read_cell_bytes=host_read,
     )
+
+
+def _cell_bytes(hp: HParams, type: CellType) -> int:
+    """Of the largest cell of a layer."""
+    return max(hp.kv_shape(i).cell_bytes(type) for i in range(hp.n_layer))

@@ -64,7 +64,9 @@ class Options:
     moe_cache_mib: int | str = _option(
         0, "--moe-cache-mib", "MiB over all devices for the experts in host RAM used most; auto: what is left; 0: none"
     )
-    cache_type_k: str = _option("auto", "--cache-type-k -ctk", "type of keys: auto, f32, f16, bf16, q8_0 (GPUs: bf16)")
+    cache_type_k: str = _option(
+        "auto", "--cache-type-k -ctk", "type of keys: auto (bf16 on GPUs, else f32), f16, bf16, q8_0, f32"
+    )
     cache_type_v: str = _option("auto", "--cache-type-v -ctv", "type of values, that of the keys")
     n_ctx: int = _option(
         0, "--ctx-size -c", "context cells over all sequences; 0: what the model was made for, or fits"

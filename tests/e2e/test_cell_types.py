@@ -8,12 +8,15 @@ import torch
 
 from overspill import LLM, SamplingParams
 from overspill.cache.cells import CellType
-from overspill.cache.q8 import decode, encode
 from overspill.device.base import MemoryKind
 from overspill.errors import UserError
+from overspill.gguf import open_gguf
 from overspill.hardware import precision_on
+from overspill.models.check import understand
+from overspill.needs import needs_on, shape_for
 from overspill.options import Options
 from overspill.placement.machine import DeviceSpec, Machine
+from overspill.quant.q8_rows import decode, encode
 from tests.helpers.plain import DATA, SHARED
 from tests.models.fixtures import fixture
 
@@ -107,10 +110,35 @@ def test_rows_of_q8_0_are_those_of_the_format(n_values: int) -> None:
         torch.testing.assert_close(back, torch.from_numpy(expected), rtol=0, atol=0)
 
 
-def test_gpus_hold_bf16_only() -> None:
-    device = DeviceSpec("cuda:0", 1 << 30, 1 << 30, 10.0, 1.0, 0)
-    gpu = Machine(host_bytes=1 << 30, devices=(device,), h2d_total_gbps=10.0, peer_gbps=10.0, cpu_gbps=10.0)
-    assert precision_on(gpu, Options()).kv == precision_on(gpu, Options(cache_type_k="bf16")).kv == torch.bfloat16
-    for cells in ("f16", "q8_0"):
-        with pytest.raises(UserError, match=f"-ctk {cells}: kernels of GPUs read bf16"):
-            precision_on(gpu, Options(cache_type_k=cells))
+def gpu_machine() -> Machine:
+    device = DeviceSpec("cuda:0", 1 << 34, 1 << 34, 10.0, 1.0, 0)
+    return Machine(host_bytes=1 << 34, devices=(device,), h2d_total_gbps=10.0, peer_gbps=10.0, cpu_gbps=10.0)
+
+
+def test_gpus_hold_what_the_user_says() -> None:
+    gpu = gpu_machine()
+    kinds = {"auto": torch.bfloat16, "bf16": torch.bfloat16, "f16": torch.float16, "q8_0": torch.uint8}
+    for asked, dtype in kinds.items():
+        assert precision_on(gpu, Options(cache_type_k=asked)).kv == dtype
+    with pytest.raises(UserError, match="-ctk f32: kernels of GPUs read f16, bf16 and q8_0"):
+        precision_on(gpu, Options(cache_type_k="f32"))
+
+
+@pytest.mark.parametrize("name", ["qwen3moe", "deepseek_v3"])
+def test_a_plan_for_gpus_counts_smaller_cells_and_what_prompts_read(name: str) -> None:
+    """q8_0 has a byte for each value and two for 32; prompts read float16, of one sequence and one layer."""
+    gpu = gpu_machine()
+    _, hp, specs, source = understand(open_gguf(fixture(f"{name}.gguf")))
+    shapes = [hp.kv_shape(i) for i in range(hp.n_layer)]
+    dims = [[s.key_dim, s.value_dim] if s.has_values else [s.key_dim] for s in shapes]
+    wide = [s.n_heads * sum(n) for s, n in zip(shapes, dims, strict=True)]
+    narrow = [s.n_heads * sum(n + 2 * -(-n // 32) for n in d) for s, d in zip(shapes, dims, strict=True)]
+    sizes = {}
+    for cells in ("bf16", "f16", "q8_0"):
+        options = Options(cache_type_k=cells, cache_type_v=cells)
+        shape = shape_for(gpu, options, source, hp, specs)
+        sizes[cells] = shape.kv_bytes_per_cell, needs_on(gpu, options, hp, specs)(512)
+    assert sizes["f16"][0] == sizes["bf16"][0] == tuple(2 * n for n in wide)
+    assert sizes["q8_0"][0] == tuple(narrow)
+    assert sizes["q8_0"][1].read_cell_bytes == 2 * max(wide)
+    assert sizes["f16"][1].read_cell_bytes == sizes["bf16"][1].read_cell_bytes == 0

@@ -23,7 +23,7 @@ from overspill.kernels import Ops, ref
 from overspill.models.check import understand
 from overspill.models.specs.base import HParams
 from overspill.pipeline import weights
-from overspill.pipeline.memory import Memory, Sizes
+from overspill.pipeline.memory import Memory, Precision, Sizes
 from overspill.pipeline.reading import LoadMode
 from overspill.pipeline.residence import Residence
 from overspill.pipeline.runner import Runner
@@ -40,6 +40,7 @@ from overspill.placement.budget import StagingPlan
 
 OPS = replace(ref.OPS, widen=ref.widen)
 DIRECT = Detour()
+FLOAT32 = Precision()
 EXACT_POLICIES = [policy for policy in Policy if policy not in (Policy.SPREAD, Policy.HYBRID)]
 """Those that give the same bits wherever experts are computed; SPREAD adds up the parts of several parties."""
 
@@ -238,10 +239,12 @@ def pipe(
     mode: LoadMode = LoadMode.AUTO,
     ops: Ops | None = None,
     n_trials: int = 0,
+    precision: Precision = FLOAT32,
 ) -> Iterator[Pipe]:
     """Open devices (or take those given), reserve, load; close at the end.
 
-    ops: of the accelerators; None: those of the host. n_trials: 1 lets steps of decoding be recorded.
+    ops: of the accelerators; None: those of the host. n_trials: 1 lets steps of decoding be recorded. precision: of
+    shared buffers, cells among them.
     """
     ops = OPS if ops is None else ops
     arch, hp, specs, source = understand(source)
@@ -255,6 +258,7 @@ def pipe(
             hp,
             Sizes(n_ubatch, n_ubatches, n_slots, n_cells, n_states, n_trials),
             staging_plans(slot_bytes, hp, shape),
+            precision,
             n_spread_tokens=n_ubatch if hp.n_expert else 0,
             cache_bytes=cache_bytes(source, layout, shape),
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from overspill.cache.cells import Segment
+from overspill.cache.cells import CellType, Segment
 from overspill.cache.kv import KvCache
 from overspill.device.base import Devices
 from overspill.device.cpu import CpuDevice
@@ -33,19 +33,36 @@ def plain_model(source: ModelSource, ops: Ops = ref.OPS) -> Model:
     return load(source, specs, arch.Model, hp, layout, devices, lambda device: ops).model
 
 
-def new_caches(model: Model, n_cells: int, *, n_slots: int = 1) -> list[KvCache]:
+def new_caches(model: Model, n_cells: int, *, n_slots: int = 1, cells: CellType = CellType.F32) -> list[KvCache]:
     """Empty caches, one for each layer."""
-    shapes = [model.hparams.kv_shape(i) for i in range(model.hparams.n_layer)]
-    tensors = [(*s.tensor_shapes(n_slots, n_cells), *s.state_shapes(n_slots)) for s in shapes]
-    return [KvCache.over(s, [torch.full(d, torch.nan) for d in dims]) for s, dims in zip(shapes, tensors, strict=True)]
+    caches = []
+    for i in range(model.hparams.n_layer):
+        shape = model.hparams.kv_shape(i)
+        stored = shape.tensor_shapes(n_slots, n_cells)
+        n_plain = len(stored) - len(shape.blocks)
+        tensors = [_nothing(dims, cells) for dims in stored[:n_plain]]
+        tensors += [torch.full(dims, torch.nan, dtype=_BLOCKS.get(cells)) for dims in stored[n_plain:]]
+        states = [torch.full(dims, torch.nan) for dims in shape.state_shapes(n_slots)]
+        caches.append(KvCache.over(shape, [*tensors, *states], model.ops(i).q8_rows))
+    return caches
+
+
+_BLOCKS = {CellType.F16: torch.float16, CellType.BF16: torch.bfloat16, CellType.Q8_0: torch.float16}
+
+
+def _nothing(dims: tuple[int, ...], cells: CellType) -> torch.Tensor:
+    """Cells of no number: all bits are set."""
+    n_bytes = cells.row_bytes(dims[-1])
+    raw = torch.full((*dims[:-1], n_bytes), 0xFF, dtype=torch.uint8)
+    return raw if cells is CellType.Q8_0 else raw.view(_BLOCKS.get(cells, torch.float32))
 
 
 class Plain:
     """One sequence of a model, ubatch after ubatch."""
 
-    def __init__(self, model: Model, n_cells: int) -> None:
+    def __init__(self, model: Model, n_cells: int, cells: CellType = CellType.F32) -> None:
         self._model = model
-        self._caches = new_caches(model, n_cells)
+        self._caches = new_caches(model, n_cells, cells=cells)
         self._history = TokenHistory(model.hparams.n_before, n_slots=1, n_cells=n_cells)
         self._n_done = 0
 
@@ -59,7 +76,7 @@ class Plain:
         return forward(self._model, before, self._caches, view)
 
 
-def plain_logits(model: Model, ids: Sequence[int], n_ubatch: int) -> torch.Tensor:
+def plain_logits(model: Model, ids: Sequence[int], n_ubatch: int, cells: CellType = CellType.F32) -> torch.Tensor:
     """Logits of all positions `[T, V]`, computed ubatch by ubatch."""
-    plain = Plain(model, len(ids))
+    plain = Plain(model, len(ids), cells)
     return torch.cat([plain(ids[first : first + n_ubatch]) for first in range(0, len(ids), n_ubatch)])

@@ -23,6 +23,7 @@ from overspill.kernels.sharing import Mail, Term
 from overspill.letter_room import room
 from overspill.models.base import UbatchView
 from overspill.models.rope import Rope
+from overspill.quant.q8_rows import decode
 
 
 class _List(Recording):
@@ -89,6 +90,7 @@ def _attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    value_dim: int,
     steps: Steps,
     *,
     scale: float,
@@ -96,6 +98,8 @@ def _attend(
     chunk: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    if k.dtype == torch.uint8:
+        k, v = decode(k, q.shape[2]), decode(v, q.shape[2] if v is k else value_dim)[..., :value_dim]
     rows = []
     for t, (slot, position) in enumerate(zip(*(x.tolist() for x in steps), strict=True)):
         first = 0 if chunk is None else position // chunk * chunk

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from overspill.cache.cells import CellType
 from overspill.models.base import Model, UbatchView
 from overspill.pipeline.history import TokenHistory
 from overspill.pipeline.wave import Ubatch, Wave
@@ -15,10 +16,12 @@ from tests.helpers.plain import new_caches
 class Reference:
     """A model on the CPU with caches of its own. `chosen` says which experts the last wave's routers picked."""
 
-    def __init__(self, model: Model, *, n_slots: int = 1, n_cells: int, n_rows: int = 128) -> None:
+    def __init__(
+        self, model: Model, *, n_slots: int = 1, n_cells: int, n_rows: int = 128, cells: CellType = CellType.F32
+    ) -> None:
         self._model = model
         self._n_rows = n_rows
-        self._caches = new_caches(model, n_cells, n_slots=n_slots)
+        self._caches = new_caches(model, n_cells, n_slots=n_slots, cells=cells)
         self._history = TokenHistory(model.hparams.n_before, n_slots=n_slots, n_cells=n_cells)
         self.chosen: list[list[set[int]]] = []
 

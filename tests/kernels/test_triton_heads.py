@@ -62,7 +62,7 @@ def test_heads_are_normed_rotated_and_written_to_their_cells(has_norms: bool, is
     gains = HeadGains(normal(A), normal(A + 1)[:A], EPS) if has_norms else HeadGains(None, None, EPS)
     keys, values = torch.zeros(2, G, 40, A, device=DEVICE), torch.zeros(2, G, 40, B, device=DEVICE)
     cells = (keys[1, :, first : first + T], values[1, :, first : first + T])
-    queries = prepare_heads(q, k, v, cells, Angles(cos, sin, is_interleaved), gains, dtype=torch.float32)
+    queries = prepare_heads(q, k, v, cells, Angles(cos, sin, is_interleaved), gains)
 
     def wanted(x: torch.Tensor, gain: torch.Tensor | None) -> torch.Tensor:
         x = x.reshape(T, -1, A)

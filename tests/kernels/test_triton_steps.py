@@ -41,7 +41,7 @@ def test_each_token_attends_to_its_own_sequence(
     sinks = _random(n_heads, seed=4) if has_sinks else None
     steps = Steps(*(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (slots, positions)))
 
-    out = attend_steps(q, k, v, steps, scale=0.3, window=window, chunk=chunk, sinks=sinks)
+    out = attend_steps(q, k, v, n_value, steps, scale=0.3, window=window, chunk=chunk, sinks=sinks, dtype=torch.float32)
 
     for t, (slot, position) in enumerate(zip(slots, positions, strict=True)):
         cells = _cells(position, window, chunk)
@@ -56,7 +56,7 @@ def test_values_may_be_channels_of_keys() -> None:
     q = _random(1, 4, 48, seed=2)
     steps = Steps(*(torch.tensor([x], dtype=torch.int32, device=DEVICE) for x in (0, 33)))
 
-    out = attend_steps(q, k, k[..., :32], steps, scale=0.2)
+    out = attend_steps(q, k, k[..., :32], 32, steps, scale=0.2, dtype=torch.float32)
 
     wanted = ref.attention(q, k[0, :, :34], k[0, :, :34, :32], scale=0.2)
     torch.testing.assert_close(out, wanted, rtol=2e-5, atol=2e-5)
@@ -80,11 +80,11 @@ def test_heads_enter_the_cells_of_their_tokens(is_interleaved: bool, has_gains: 
         rows, cells = slice(t, t + 1), tuple(cache[slot, :, cell : cell + 1] for cache in wanted)
         angles = Angles(cos[rows], sin[rows], is_interleaved)
         how = angles, HeadGains(*gains, 1e-5)
-        wanted_q.append(prepare_heads(q[rows], k[rows], v[rows], cells, *how, dtype=torch.float32))
+        wanted_q.append(prepare_heads(q[rows], k[rows], v[rows], cells, *how))
 
     steps = Steps(*(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (slots, positions)))
     how = Angles(cos, sin, is_interleaved), HeadGains(*gains, 1e-5)
-    queries = prepare_steps(q, k, v, caches, steps, *how, dtype=torch.float32)
+    queries = prepare_steps(q, k, v, caches, steps, *how)
 
     torch.testing.assert_close(queries, torch.cat(wanted_q))
     for cache, expected in zip(caches, wanted, strict=True):

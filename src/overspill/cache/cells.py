@@ -16,11 +16,13 @@ from enum import StrEnum
 from math import prod
 from typing import NamedTuple
 
-Q8_GROUP = 32
+from overspill.gguf.types import TensorType
+
+_Q8_GROUP = TensorType.Q8_0.block.n_elements
 
 
 class CellType(StrEnum):
-    """How keys and values are stored. q8_0: see `cache.q8`."""
+    """How keys and values are stored. q8_0: see `quant.q8_rows`."""
 
     F32 = "f32"
     F16 = "f16"
@@ -30,7 +32,7 @@ class CellType(StrEnum):
     def row_bytes(self, n_values: int) -> int:
         """Bytes of so many values of one cell."""
         if self is CellType.Q8_0:
-            return n_values + 2 * -(-n_values // Q8_GROUP)
+            return n_values + 2 * -(-n_values // _Q8_GROUP)
         return n_values * self.value_bytes
 
     @property

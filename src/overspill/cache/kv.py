@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from overspill.cache import q8
 from overspill.cache.cells import KvShape, Segment
+from overspill.quant.q8_rows import TORCH_ROWS, Q8Rows, decode
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,21 +31,25 @@ class KvCache:
     state: tuple[torch.Tensor, ...] = ()
 
     @classmethod
-    def over(cls, shape: KvShape, tensors: Sequence[torch.Tensor]) -> KvCache:
-        """A cache over tensors of the shapes that `KvShape.tensor_shapes` and then `state_shapes` give."""
+    def over(cls, shape: KvShape, tensors: Sequence[torch.Tensor], q8_rows: Q8Rows = TORCH_ROWS) -> KvCache:
+        """A cache over tensors of the shapes that `KvShape.tensor_shapes` and then `state_shapes` give.
+
+        q8_rows: of the device, for cells that are uint8.
+        """
         n_state = len(tensors) - len(shape.state)
         n_cells = n_state - len(shape.blocks)
         cells, blocks, state = tensors[:n_cells], tuple(tensors[n_cells:n_state]), tuple(tensors[n_state:])
         if shape.n_heads == 0:
             return cls(torch.empty(0), torch.empty(0), blocks, state)
         if cells[0].dtype == torch.uint8:
-            return Q8Cache(cells[0], cells[-1], blocks, state, (shape.key_dim, shape.value_dim), shape.has_values)
+            dims = shape.key_dim, shape.value_dim
+            return Q8Cache(cells[0], cells[-1], blocks, state, dims, shape.has_values, q8_rows)
         return cls(cells[0], cells[1] if shape.has_values else cells[0][..., : shape.value_dim], blocks, state)
 
     @property
-    def has_plain_cells(self) -> bool:
-        """Whether cells hold numbers as they are, so that kernels may write them in place."""
-        return True
+    def value_dim(self) -> int:
+        """Channels of a value."""
+        return self.v.shape[-1]
 
     def append(self, segment: Segment, k_TGA: torch.Tensor, v_TGB: torch.Tensor) -> None:
         """Write the keys and values of a segment's tokens into their cells."""
@@ -75,30 +79,53 @@ class KvCache:
         cells = slice(first, segment.end_pos)
         return self.k[segment.slot, :, cells], self.v[segment.slot, :, cells]
 
+    def gather_keys(self, slots: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
+        """Keys `[T, G, N, A]` of any cells: slots `[T, 1]` and cells `[T, N]`, int64."""
+        return self.k[slots, :, cells].transpose(1, 2)
+
+    def gather_values(self, slots: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
+        """Values `[T, G, N, B]` likewise."""
+        return self.v[slots, :, cells].transpose(1, 2)
+
 
 @dataclass(frozen=True, eq=False)
 class Q8Cache(KvCache):
-    """Cells of type q8_0: k and v are rows of `cache.q8`, and the same where the value is part of the key.
+    """Cells of type q8_0: k and v are rows of `quant.q8_rows`, and the same where the value is part of the key.
 
-    Who reads them gets them decoded, in memory of their own. dims: values of a key and of a value.
+    Who reads them gets them decoded, in memory that lasts until the next reading. dims: values of a key and of a value.
     """
 
     dims: tuple[int, int] = (0, 0)
     has_values: bool = True
+    rows: Q8Rows = TORCH_ROWS
 
     @property
-    def has_plain_cells(self) -> bool:
-        return False
+    def value_dim(self) -> int:
+        return self.dims[1]
 
     def append(self, segment: Segment, k_TGA: torch.Tensor, v_TGB: torch.Tensor) -> None:
-        cells = slice(segment.first_pos, segment.end_pos)
-        self.k[segment.slot, :, cells] = q8.encode(k_TGA.transpose(0, 1))
+        keys, values = self.cells(segment)
+        self.rows.put(k_TGA, keys)
         if self.has_values:
-            self.v[segment.slot, :, cells] = q8.encode(v_TGB.transpose(0, 1))
+            self.rows.put(v_TGB, values)
+
+    def append_steps(
+        self, slots: torch.Tensor, positions: torch.Tensor, k_TGA: torch.Tensor, v_TGB: torch.Tensor
+    ) -> None:
+        self.rows.put_steps(k_TGA, self.k, slots, positions)
+        if self.has_values:
+            self.rows.put_steps(v_TGB, self.v, slots, positions)
 
     def visible(self, segment: Segment, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         cells = slice(first, segment.end_pos)
-        keys = q8.decode(self.k[segment.slot, :, cells], self.dims[0])
-        if not self.has_values:
-            return keys, keys[..., : self.dims[1]]
-        return keys, q8.decode(self.v[segment.slot, :, cells], self.dims[1])
+        stored = (self.k, self.v) if self.has_values else (self.k,)
+        read = self.rows.read([x[segment.slot, :, cells] for x in stored], self.dims[: len(stored)])
+        return read[0], read[1] if self.has_values else read[0][..., : self.dims[1]]
+
+    def gather_keys(self, slots: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
+        return decode(super().gather_keys(slots, cells), self.dims[0])
+
+    def gather_values(self, slots: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
+        if self.has_values:
+            return decode(super().gather_values(slots, cells), self.dims[1])
+        return self.gather_keys(slots, cells)[..., : self.dims[1]]

@@ -14,6 +14,7 @@ import torch
 
 from overspill.kernels.sharing import Divide, Fetch, Fill, LookUp, Mail
 from overspill.quant.experts import Activation, ExpertWeights
+from overspill.quant.q8_rows import TORCH_ROWS, Q8Rows
 from overspill.quant.qtensor import QTensor
 
 
@@ -42,8 +43,9 @@ class Attention(Protocol):
 class PrepareHeads(Protocol):
     """Norm (where there are gains), rotate, and write keys and values to their cells, in one go.
 
-    q: `[T, H * A]`; k: `[T, G * A]`; v: `[T, G * B]`; cells: views `[G, T, A]` and `[G, T, B]` of the cache; cos, sin:
-    `[T, n_rot / 2]`; gains: float32 `[A]` of query and key heads, or None. Returns the queries `[T, H, A]`.
+    q: `[T, H * A]`; k: `[T, G * A]`; v: `[T, G * B]`; cells: views `[G, T, A]` and `[G, T, B]` of the cache, or rows of
+    `quant.q8_rows` in their place; cos, sin: `[T, n_rot / 2]`; gains: float32 `[A]` of query and key heads, or None.
+    Returns the queries `[T, H, A]`.
     """
 
     def __call__(
@@ -105,7 +107,7 @@ class DeltaSteps(Protocol):
 class PrepareSteps(Protocol):
     """`PrepareHeads` for steps: token t belongs in cell `positions[t]` of slot `slots[t]`.
 
-    caches: keys `[S, G, C, A]` and values `[S, G, C, B]` of a layer.
+    caches: keys `[S, G, C, A]` and values `[S, G, C, B]` of a layer, or rows of them.
     """
 
     def __call__(
@@ -126,8 +128,9 @@ class PrepareSteps(Protocol):
 class AttendSteps(Protocol):
     """`Attention` for steps: token t sees the cells of its slot up to its own position.
 
-    q: `[T, H, A]`; k: `[S, G, C, A]`; v: `[S, G, C, B]`, the tokens' own cells filled. chunk: a token sees only its own
-    run of so many positions, counted from 0. Returns `[T, H * B]`.
+    q: `[T, H, A]`; k: `[S, G, C, A]`; v: `[S, G, C, B]`, the tokens' own cells filled, or rows of them: the same rows
+    twice where the value is the key's first B channels. value_dim: B. chunk: a token sees only its own run of so many
+    positions, counted from 0. Returns `[T, H * B]`.
     """
 
     def __call__(
@@ -135,6 +138,7 @@ class AttendSteps(Protocol):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        value_dim: int,
         steps: Steps,
         *,
         scale: float,
@@ -269,7 +273,8 @@ class Ops:
     token_attention, token_router, token_experts: for one token, with weights that stay where they are; None where the
     ops one by one do as well, and as a result where the kernels do not take such weights.
     scratch: memory that launched work may still refer to when it is replayed.
-    normed_dtype, kv_dtype: what `rms_norm` gives, and what the KV cache holds.
+    q8_rows: cells of type q8_0, apart from the ops above.
+    normed_dtype: what `rms_norm` gives.
     rope: `x [T, H, A]`, cos and sin `[T, n_rot / 2]` -> rotated in the split-halves (NEOX) or interleaved pairing.
     """
 
@@ -301,5 +306,5 @@ class Ops:
     token_router: Callable[[RouterWeights], TokenRouter | None] | None = None
     token_experts: Callable[[ExpertWeights, Activation], TokenExperts | None] | None = None
     scratch: Callable[[], Sequence[torch.Tensor]] = list
+    q8_rows: Q8Rows = TORCH_ROWS
     normed_dtype: torch.dtype = torch.float32
-    kv_dtype: torch.dtype = torch.float32

@@ -10,6 +10,7 @@ from overspill.kernels.expert_cache import fill, look_up
 from overspill.kernels.spread import divide, fetch
 from overspill.quant.dequant import dequantize
 from overspill.quant.experts import DOWN, GATE, UP, Activation, ExpertWeights, sliced
+from overspill.quant.q8_rows import TORCH_ROWS
 from overspill.quant.qtensor import QTensor
 
 
@@ -63,14 +64,17 @@ def prepare_heads(
     is_interleaved: bool,
 ) -> torch.Tensor:
     """Norm, rotation, and the cache's new cells, see `kernels.PrepareHeads`."""
-    keys, values = cells
     rope = rope_pairs if is_interleaved else rope_halves
-    heads = [x.view(len(x), -1, keys.shape[2]) for x in (q, k)]
+    n_kv = len(cells[0])
+    heads = [x.reshape(len(x), -1, k.shape[1] // n_kv) for x in (q, k)]
     normed = [x if gain is None else rms_norm(x, gain, eps) for x, gain in zip(heads, gains, strict=True)]
-    turned = [rope(x, *angles) for x in normed]
-    keys.copy_(turned[1].transpose(0, 1))
-    values.copy_(v.view(len(v), -1, values.shape[2]).transpose(0, 1))
-    return turned[0]
+    queries, keys = (rope(x, *angles) for x in normed)
+    for x, stored in zip((keys, v.reshape(len(v), n_kv, -1)), cells, strict=True):
+        if stored.dtype == torch.uint8:
+            TORCH_ROWS.put(x, stored)
+        else:
+            stored.copy_(x.transpose(0, 1))
+    return queries
 
 
 def attention(
@@ -85,6 +89,7 @@ def attention(
     """softmax(scale q k^T + mask) v, see `kernels.Attention`."""
     T, H, A = q.shape
     G, C, _ = k.shape
+    k, v = k.to(q.dtype), v.to(q.dtype)
     scores = torch.einsum("tgra,gca->grtc", q.reshape(T, G, H // G, A), k) * scale
     scores = scores.masked_fill(~visible(T, C, window, q.device), float("-inf"))
     if sinks is not None:

@@ -130,10 +130,8 @@ def attend_cached(
     """
     if view.steps is not None:
         assert ops.attend_steps is not None
-        queries = put.put_steps(view.steps)
-        return ops.attend_steps(
-            queries, cache.k, cache.v, view.steps, scale=scale, window=window, chunk=chunk, sinks=sinks
-        )
+        queries, cells = put.put_steps(view.steps), (cache.k, cache.v, cache.value_dim)
+        return ops.attend_steps(queries, *cells, view.steps, scale=scale, window=window, chunk=chunk, sinks=sinks)
     outputs = []
     row = 0
     for segment in view.segments if chunk is None else _cut(view.segments, chunk):

@@ -178,7 +178,7 @@ class Model(StreamModel, qwen35.Model):
         if n_blocks <= n_best:
             attend = self._blocks[i_layer].ops.attend_steps
             assert attend is not None
-            return attend(q, cache.k, cache.v, steps, scale=self.attention_scale)
+            return attend(q, cache.k, cache.v, cache.value_dim, steps, scale=self.attention_scale)
         slots, positions = steps.slots.long(), steps.positions.long()[:, None]
         index_keys = cache.blocks[1][slots, 0].to(queries.dtype)
         scores = torch.einsum("tha,tba->thb", queries, index_keys).float().relu_().sum(1)
@@ -187,8 +187,8 @@ class Model(StreamModel, qwen35.Model):
         behind = (positions + 1) // ratio * ratio + within
         cells = torch.cat([(chosen[:, :, None] * ratio + within).flatten(1), behind], 1)
         seen = torch.cat([seen[:, :, None].expand(-1, -1, ratio).flatten(1), behind <= positions], 1)
-        at = (slots[:, None], slice(None), cells.clamp_max(cache.k.shape[2] - 1))
-        k, v = (kept[at].transpose(1, 2) for kept in (cache.k, cache.v))
+        at = slots[:, None], cells.clamp_max(cache.k.shape[2] - 1)
+        k, v = cache.gather_keys(*at), cache.gather_values(*at)
         return attend_own(q, k, v, seen, scale=self.attention_scale)
 
     def _seen(self, i_layer: int, queries: torch.Tensor, segment: Segment, cache: KvCache) -> torch.Tensor:

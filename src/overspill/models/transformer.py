@@ -160,7 +160,7 @@ class Transformer:
     ) -> PutHeads:
         """For products `[T, H * A]`, `[T, G * A]`, `[T, G * B]`: norms, rotation, and into the cache."""
         hp = self.hparams
-        has_op = block.ops.prepare_heads is not None and cache.has_plain_cells
+        has_op = block.ops.prepare_heads is not None
         if self.has_plain_heads and has_op and self._ropes[i_layer] is not None:
             return self._raw_heads(i_layer, block, qkv, cache, view)
         q, k, v = (

@@ -38,7 +38,7 @@ def with_host_buffers(
         normed_value_bytes=needs.normed_value_bytes,
     )
     positions = sizes.positions * sizes.n_slots
-    reads = needs.read_cell_bytes * (placement.n_ctx // n_parallel) * (layout.host in layout.layer_device)
+    reads = needs.host_read_cell_bytes * (placement.n_ctx // n_parallel) * (layout.host in layout.layer_device)
     compute = sizes.total - positions * (layout.host not in layout.input_devices) + reads
     pinned_ends = pinned_end_bytes(shape, sizes, placement.n_ubatch)
     tiles = len(detours(layout)) * N_TILES * min(layout.detour.tile_bytes, sizes.x)

@@ -157,7 +157,8 @@ class Work:
     def _cache(self, i_layer: int) -> KvCache:
         tensors = [buffer.tensor for buffer in self._memory["kv", i_layer]]
         if i_layer not in self._caches:
-            self._caches[i_layer] = KvCache.over(self._model.hparams.kv_shape(i_layer), tensors)
+            shape, rows = self._model.hparams.kv_shape(i_layer), self._model.ops(i_layer).q8_rows
+            self._caches[i_layer] = KvCache.over(shape, tensors, rows)
         return self._caches[i_layer]
 
     def _x(self, action: Action, ubatch: Ubatch) -> torch.Tensor:

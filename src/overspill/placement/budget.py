@@ -30,7 +30,8 @@ class KernelNeeds:
     takes_steps: decoding steps are recorded, and replayed without the host.
     n_spread_tokens: most tokens whose host experts several parties can compute; 0: none. spreads_alone: other
     accelerators cannot take part, because they lack the experts' biases. read_cell_bytes: per cell of one sequence,
-    where attention reads keys and values that are decoded first, of one layer.
+    where attention reads keys and values that are decoded first, of one layer. host_read_cell_bytes: the same in host
+    RAM, where the CPU computes layers.
     """
 
     wide_value_bytes: int = 0
@@ -43,6 +44,7 @@ class KernelNeeds:
     n_spread_tokens: int = 0
     spreads_alone: bool = False
     read_cell_bytes: int = 0
+    host_read_cell_bytes: int = 0
 
 
 NO_NEEDS: Final = KernelNeeds()

@@ -173,7 +173,7 @@ def _demand(
         logits_bytes=activations.logits + needs.head_bytes,
         n_slots=options.n_staging_slots,
         resident_bytes=needs.resident_bytes,
-        read_cell_bytes=needs.read_cell_bytes,
+        read_cell_bytes=(*[needs.read_cell_bytes] * host, needs.host_read_cell_bytes),
         n_parallel=options.n_parallel,
         wide_expert_bytes=needs.wide_value_bytes * shape.expert_values,
         slab_bytes=None if options.slab_mib is None else options.slab_mib * MIB,

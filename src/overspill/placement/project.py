@@ -48,7 +48,7 @@ class Demand:
     slab_bytes: int | None
     wide_expert_bytes: int
     resident_bytes: int
-    read_cell_bytes: int
+    read_cell_bytes: tuple[int, ...]
     n_parallel: int
     is_host_mapped: bool
 
@@ -145,7 +145,7 @@ def _holdings(demand: Demand, layer_device: Sequence[int], n_ctx: int) -> list[_
     for layer, device in enumerate(layer_device):
         holding = holdings[device]
         holding.n_layers += 1
-        holding.read_bytes = demand.read_cell_bytes * (n_ctx // demand.n_parallel)
+        holding.read_bytes = demand.read_cell_bytes[device] * (n_ctx // demand.n_parallel)
         holding.weights_bytes += own_bytes[device][layer]
         holding.kv_bytes += demand.kv_per_cell[layer] * n_ctx + demand.state[layer]
         movable, pinned = demand.movable[layer], demand.pinned[layer]

@@ -1,8 +1,9 @@
 """GPU kernels in Triton, and the op table of a CUDA device.
 
 Precision: the hidden states between layers are float32; normed inputs, heads, the cache, dequantised weights and
-hidden activations are bfloat16; products accumulate in float32 and dense ones are returned so. Routers are multiplied
-in float32. Nothing here waits for the device once kernels are compiled and attention is chosen.
+hidden activations are bfloat16; products accumulate in float32 and dense ones are returned so. Where the user wants
+cells of float16, or of bytes (`q8_rows`), heads are float16. Routers are multiplied in float32. Nothing here waits for
+the device once kernels are compiled and attention is chosen.
 
 `make_ops(dtype=torch.float32)` computes the same in float32 throughout, slowly: to tell a rounding from an error.
 """
@@ -25,6 +26,8 @@ from overspill.kernels.triton.linear import LinearOp, embed
 from overspill.kernels.triton.mail import add_mail, copy_pinned, put_mail, take_mail
 from overspill.kernels.triton.moe import MoeOp
 from overspill.kernels.triton.norm import rms_norm, swiglu
+from overspill.kernels.triton.q8_heads import prepare_q8_heads, prepare_q8_steps
+from overspill.kernels.triton.q8_rows import TritonRows
 from overspill.kernels.triton.routing import Choice, pick_experts, route
 from overspill.kernels.triton.spread import divide, fetch, fill
 from overspill.kernels.triton.steps import attend_steps, prepare_steps
@@ -88,7 +91,10 @@ def make_ops(
         eps: float,
         is_interleaved: bool,
     ) -> torch.Tensor:
-        return prepare_heads(q, k, v, cells, Angles(*angles, is_interleaved), HeadGains(*gains, eps), dtype=dtype)
+        how = Angles(*angles, is_interleaved), HeadGains(*gains, eps)
+        if cells[0].dtype == torch.uint8:
+            return prepare_q8_heads(q, k, v, cells, *how, dtype=dtype)
+        return prepare_heads(q, k, v, cells, *how)
 
     def prepare_each(
         q: torch.Tensor,
@@ -103,7 +109,9 @@ def make_ops(
         is_interleaved: bool,
     ) -> torch.Tensor:
         how = Angles(*angles, is_interleaved), HeadGains(*gains, eps)
-        return prepare_steps(q, k, v, caches, steps, *how, dtype=dtype)
+        if caches[0].dtype == torch.uint8:
+            return prepare_q8_steps(q, k, v, caches, steps, *how, dtype=dtype)
+        return prepare_steps(q, k, v, caches, steps, *how)
 
     def choose_experts(
         x: torch.Tensor,
@@ -128,7 +136,7 @@ def make_ops(
         rms_norm=partial(rms_norm, dtype=dtype),
         rope_halves=partial(rotate, is_interleaved=False),
         rope_pairs=partial(rotate, is_interleaved=True),
-        attention=AttentionOp(device, chooser or AttentionChooser()),
+        attention=AttentionOp(device, chooser or AttentionChooser(), dtype),
         swiglu=partial(swiglu, dtype=dtype),
         experts=MoeOp(workspace, dtype, may_use_torch=has_torch_products and dtype == torch.bfloat16),
         widen=widen_into,
@@ -139,7 +147,7 @@ def make_ops(
         fill=fill,
         prepare_heads=prepare,
         prepare_steps=prepare_each,
-        attend_steps=attend_steps,
+        attend_steps=partial(attend_steps, dtype=dtype),
         delta_steps=delta_steps,
         mail=Mail(put_mail, take_mail, add_mail, copy_pinned),
         scratch=workspace.buffers,
@@ -148,5 +156,5 @@ def make_ops(
         linears=linear.linears,
         norm_linears=linear.norm_linears,
         normed_dtype=dtype,
-        kv_dtype=dtype,
+        q8_rows=TritonRows(workspace, dtype),
     )

@@ -16,31 +16,64 @@ import triton
 import triton.language as tl
 
 from overspill.kernels.triton.launch import Kernel, Tuning, cdiv, power_of_two
+from overspill.kernels.triton.q8_rows import read_tile
 
 _LN2 = tl.constexpr(math.log(2.0))
 LOG2E = math.log2(math.e)
 
 
 @triton.jit
+def _keys(
+    k, cells, is_cell, FIRST: tl.constexpr, A: tl.constexpr, WIDTH: tl.constexpr, CELL: tl.constexpr,
+    SCALES: tl.constexpr, IS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """Channels from FIRST on of cells `[N]`: `[WIDTH, N]`."""
+    if SCALES > 0:
+        keys = tl.trans(read_tile(k, cells, is_cell, FIRST, A, WIDTH, CELL, SCALES))
+    else:
+        a = FIRST + tl.arange(0, WIDTH)
+        k += cells.to(tl.int64)[None, :] * CELL
+        if IS_MASKED or FIRST + WIDTH > A:
+            keys = tl.load(k + a[:, None], mask=is_cell[None, :] & (a < A)[:, None], other=0.0)
+        else:
+            keys = tl.load(k + a[:, None])
+    return keys
+
+
+@triton.jit
+def _values(
+    v, cells, is_cell, B: tl.constexpr, WIDTH: tl.constexpr, CELL: tl.constexpr, SCALES: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+):  # fmt: skip
+    """Values of cells `[N]`: `[N, WIDTH]`."""
+    if SCALES > 0:
+        values = read_tile(v, cells, is_cell, 0, B, WIDTH, CELL, SCALES)
+    else:
+        b = tl.arange(0, WIDTH)
+        v += cells.to(tl.int64)[:, None] * CELL
+        if IS_MASKED or WIDTH > B:
+            values = tl.load(v + b[None, :], mask=is_cell[:, None] & (b < B)[None, :], other=0.0)
+        else:
+            values = tl.load(v + b[None, :])
+    return values
+
+
+@triton.jit
 def fold(
     total, weight, top, q1, q2, k, v, cells, last_seen, n_cells, window, scale,
     A: tl.constexpr, A1: tl.constexpr, A2: tl.constexpr, B: tl.constexpr, B1: tl.constexpr, K_CELL: tl.constexpr,
-    V_CELL: tl.constexpr, IS_MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    V_CELL: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, IS_MASKED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """One tile of cells into the running sums: total `[M, B1]`, weight `[M]`, top `[M]` (of logits in base 2)."""
-    a1 = tl.arange(0, A1)
-    b = tl.arange(0, B1)
-    k += cells.to(tl.int64)[None, :] * K_CELL
-    v += cells.to(tl.int64)[:, None] * V_CELL
+    """One tile of cells into the running sums: total `[M, B1]`, weight `[M]`, top `[M]` (of logits in base 2).
+
+    K_SCALES, V_SCALES: see `q8_rows`; 0: cells are numbers as they are.
+    """
     is_cell = cells < n_cells
-    if IS_MASKED or A1 > A:
-        keys = tl.load(k + a1[:, None], mask=is_cell[None, :] & (a1 < A)[:, None], other=0.0)
-    else:
-        keys = tl.load(k + a1[:, None])
+    keys = _keys(k, cells, is_cell, 0, A, A1, K_CELL, K_SCALES, IS_MASKED).to(q1.dtype)
     logits = tl.dot(q1, keys, input_precision="ieee")
     if A2 > 0:
-        a2 = A1 + tl.arange(0, A2)
-        keys = tl.load(k + a2[:, None], mask=is_cell[None, :] & (a2 < A)[:, None], other=0.0)
+        keys = _keys(k, cells, is_cell, A1, A, A2, K_CELL, K_SCALES, True).to(q2.dtype)
         logits = tl.dot(q2, keys, logits, input_precision="ieee")
     logits *= scale
     if IS_MASKED:
@@ -55,10 +88,7 @@ def fold(
     share = tl.exp2(logits - base[:, None])
     keep = tl.exp2(top - base)
     weight = weight * keep + tl.sum(share, axis=1)
-    if IS_MASKED or B1 > B:
-        values = tl.load(v + b[None, :], mask=is_cell[:, None] & (b < B)[None, :], other=0.0)
-    else:
-        values = tl.load(v + b[None, :])
+    values = _values(v, cells, is_cell, B, B1, V_CELL, V_SCALES, IS_MASKED).to(q1.dtype)
     total = tl.dot(share.to(values.dtype), values, total * keep[:, None], input_precision="ieee")
     return total, weight, new_top
 
@@ -105,12 +135,12 @@ def _flash(
     for start in range(first_cell, seen_by_all, N):
         total, weight, top = fold(
             total, weight, top, q1, q2, k, v, start + cells, last_seen, n_cells, window, scale, A, A1, A2, B, B1,
-            K_CELL, V_CELL, False, HAS_WINDOW
+            K_CELL, V_CELL, 0, 0, False, HAS_WINDOW
         )  # fmt: skip
     for start in range(seen_by_all, seen_by_some, N):
         total, weight, top = fold(
             total, weight, top, q1, q2, k, v, start + cells, last_seen, n_cells, window, scale, A, A1, A2, B, B1,
-            K_CELL, V_CELL, True, HAS_WINDOW
+            K_CELL, V_CELL, 0, 0, True, HAS_WINDOW
         )  # fmt: skip
     b = tl.arange(0, B1)
     at = (tokens.to(tl.int64) * (G * R) + heads)[:, None] * B + b[None, :]

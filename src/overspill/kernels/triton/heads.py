@@ -134,20 +134,18 @@ def prepare_heads(
     cells: tuple[torch.Tensor, torch.Tensor],
     angles: Angles,
     gains: HeadGains,
-    *,
-    dtype: torch.dtype,
 ) -> torch.Tensor:
     """Norm and rotate q and k, and write k and v to their cells, in one launch.
 
     q: `[T, H * A]`; k: `[T, G * A]`; v: `[T, G * B]`, rows of any stride (views of one merged product will do).
     cells: where the tokens' keys and values go, views `[G, T, A]` and `[G, T, B]` of caches that are contiguous over
-    cells. Returns the queries, `[T, H, A]` of `dtype`.
+    cells. Returns the queries, `[T, H, A]`, in the dtype of the cells.
     """
     k_out, v_out = cells
     G, T, A = k_out.shape
     B = v_out.shape[2]
     H = q.shape[1] // A
-    q_out = torch.empty((T, H, A), dtype=dtype, device=q.device)
+    q_out = torch.empty((T, H, A), dtype=k_out.dtype, device=q.device)
     args = (q, k, v, q_out, k_out, v_out, gains.q, gains.k, angles.cos, angles.sin, T, gains.eps)
     strides = (q.stride(0), k.stride(0), v.stride(0), k_out.stride(0), v_out.stride(0))
     constants = (*_shape(A, angles), H, G, B, power_of_two(B), *strides)

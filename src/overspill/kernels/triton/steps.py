@@ -15,6 +15,7 @@ from overspill.kernels import Steps
 from overspill.kernels.triton.flash import LOG2E, cut_channels, fold
 from overspill.kernels.triton.heads import Angles, HeadGains, move
 from overspill.kernels.triton.launch import Kernel, Tuning, follow, power_of_two
+from overspill.kernels.triton.q8_rows import n_row_values, reading_dtype
 
 _N_PROGRAMS = 264
 _MAX_SPLITS = 64
@@ -56,8 +57,9 @@ def _attend(
     q, k, v, out, lse, slots, positions, window, scale,
     R: tl.constexpr, A: tl.constexpr, A1: tl.constexpr, A2: tl.constexpr, B: tl.constexpr, B1: tl.constexpr,
     G: tl.constexpr, K_SLOT: tl.constexpr, K_HEAD: tl.constexpr, K_CELL: tl.constexpr, V_SLOT: tl.constexpr,
-    V_HEAD: tl.constexpr, V_CELL: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_CHUNK: tl.constexpr, SPLITS: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, IS_CHAINED: tl.constexpr,
+    V_HEAD: tl.constexpr, V_CELL: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, IS_CHUNK: tl.constexpr, SPLITS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Program (token, kv head, split): its share of the token's cells, for the R query heads of the kv head."""
     follow(IS_CHAINED)
@@ -93,7 +95,7 @@ def _attend(
     for at in range(start, end, N):
         total, weight, top = fold(
             total, weight, top, q1, q2, k, v, at + tl.arange(0, N), last_seen, end, 0, scale, A, A1, A2, B, B1, K_CELL,
-            V_CELL, True, False
+            V_CELL, K_SCALES, V_SCALES, True, False
         )  # fmt: skip
     b = tl.arange(0, B1)
     row = (t * (G * R) + heads) * SPLITS + split
@@ -141,15 +143,13 @@ def prepare_steps(
     steps: Steps,
     angles: Angles,
     gains: HeadGains,
-    *,
-    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """`kernels.PrepareSteps`: returns the queries, `[T, H, A]` of `dtype`."""
+    """`kernels.PrepareSteps`: for cells that hold numbers as they are; returns the queries in their dtype."""
     k_cache, v_cache = caches
     _, G, _, A = k_cache.shape
     B = v_cache.shape[3]
     T, H = len(q), q.shape[1] // A
-    q_out = torch.empty((T, H, A), dtype=dtype, device=q.device)
+    q_out = torch.empty((T, H, A), dtype=k_cache.dtype, device=q.device)
     args = (q, k, v, q_out, k_cache, v_cache, *steps, gains.q, gains.k, angles.cos, angles.sin, gains.eps)
     half = angles.cos.shape[1]
     shape = (A, 2 * half, angles.is_interleaved, power_of_two(half), power_of_two(max(1, A - 2 * half)))
@@ -163,26 +163,31 @@ def attend_steps(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    value_dim: int,
     steps: Steps,
     *,
     scale: float,
     window: int | None = None,
     chunk: int | None = None,
     sinks: torch.Tensor | None = None,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """`kernels.AttendSteps`, in the dtype of the cache."""
+    """`kernels.AttendSteps`, in `dtype`."""
     assert k.stride(3) == v.stride(3) == 1, "channels must be contiguous"
-    q = q.to(k.dtype).contiguous()
+    q = q.to(reading_dtype(k.dtype, dtype)).contiguous()
     T, H, A = q.shape
-    G, B = k.shape[1], v.shape[3]
+    G, B = k.shape[1], value_dim
     n_splits = min(_MAX_SPLITS, power_of_two(max(1, _N_PROGRAMS // (T * G)) + 1) // 2)
     parts = torch.empty((T, H, n_splits, B), dtype=torch.float32, device=q.device)
     lse = torch.empty((T, H, n_splits), dtype=torch.float32, device=q.device)
-    out = torch.empty((T, H * B), dtype=q.dtype, device=q.device)
+    out = torch.empty((T, H * B), dtype=dtype, device=q.device)
     b1 = max(16, power_of_two(B))
-    strides = (*k.stride()[:3], *v.stride()[:3])
+    strides, scales = (*k.stride()[:3], *v.stride()[:3]), (0, 0)
+    if k.dtype == torch.uint8:
+        scales = n_row_values(k.shape[3]), n_row_values(v.shape[3])
+        k, v = k.view(torch.int8), v.view(torch.int8)
     is_wide = A > 256
-    constants = (H // G, *cut_channels(A), B, b1, G, *strides, window is not None, chunk is not None, n_splits)
+    constants = (H // G, *cut_channels(A), B, b1, G, *strides, *scales, window is not None, chunk is not None, n_splits)
     tile = (max(16, power_of_two(H // G)), 32 if is_wide or q.dtype == torch.float32 else _TILE)
     args = (q, k, v, parts, lse, *steps, window or chunk or 0, scale * LOG2E)
     _attend_kernel((T, G, n_splits), args, (*constants, *tile), Tuning(n_warps=8 if is_wide else 4, n_stages=2))
