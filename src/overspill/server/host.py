@@ -4,7 +4,8 @@ A host is loading, then ready or failed, and closed at the end. It is the one pl
 
 When a device fails, nothing that it computes later can be trusted: the requests of that engine end, the model is loaded
 anew, and until it is there everybody gets 503. Where that does not help, because it fails again before anything was
-served, or cannot be loaded, the host has failed, and the process is to end.
+served, or cannot be loaded, the host has failed, and the process is to end. So it is with most errors of CUDA: a GPU
+that ran into one refuses everything else that this process asks of it.
 """
 
 from __future__ import annotations
@@ -138,7 +139,8 @@ class Host:
         except _Abandoned:
             return
         except Exception as error:
-            again = DeviceLost(f"{self._last_error}, and the model cannot be loaded anew: {error}")
+            why = next(iter(str(error).splitlines()), type(error).__name__)
+            again = DeviceLost(f"{self._last_error}, and the model cannot be loaded anew: {why}")
             self._fail(again if self._n_restarts else error)
             return
         self._last_error = None

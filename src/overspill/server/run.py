@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import sys
@@ -21,8 +22,10 @@ _PATIENCE_S = 5
 
 
 def run_server(host: Host, settings: ServerSettings) -> None:
-    """Serve until told to end. Raises what kept the model from loading, UserError for an address not to be had;
-    SystemExit 1 when a device was lost."""
+    """Serve until told to end. Raises what kept the model from loading, UserError for an address not to be had.
+
+    Ends the process, with code 1, when a device was lost: to free what lies there may abort, or never return.
+    """
     listener = listen(settings)
     config = uvicorn.Config(
         create_app(host, settings),
@@ -37,7 +40,7 @@ def run_server(host: Host, settings: ServerSettings) -> None:
     asyncio.run(server.serve(sockets=[listener]))
     if isinstance(host.failure, DeviceLost):
         print(f"overspill: {host.failure}", file=sys.stderr, flush=True)
-        raise SystemExit(1)
+        os._exit(1)
     if host.failure is not None:
         raise host.failure
 
