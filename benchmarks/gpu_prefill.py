@@ -2,10 +2,9 @@
 
     python benchmarks/gpu_prefill.py [--layers 48] [--only NAME ...] [--repetitions 2] [--out FILE]
 
-Needs 40 GB of free host RAM; about four minutes. Rows: long prompts per setup; short ones with each policy, and with
-parts of several sizes for the CPU (`hybrid`), on one loaded model; memory per GPU as projected and as torch reserved
-it. `met` is the share of a layer's experts that a prompt's ids name: what `selected` uploads of them. A line of JSON
-each.
+Needs 40 GB of free host RAM; about four minutes. Rows: long prompts per setup; short ones with each policy on one
+loaded model; memory per GPU as projected and as torch reserved it. `met` is the share of a layer's experts that a
+prompt's ids name: what `selected` uploads of them. A line of JSON each.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import torch
 from overspill import LLM
 from overspill.bench.bench import Test, measure
 from overspill.bench.synth import synthetic
-from overspill.pipeline.schedule import Policy, WaveSchedule
+from overspill.pipeline.schedule import Policy
 
 LONG, SHORT = (8192, 53248), (128, 512, 2048)
 Row = dict[str, Any]
@@ -61,14 +60,14 @@ def long_prompts(llm: LLM, repetitions: int) -> Iterator[Row]:
 
 
 def short_prompts(llm: LLM, repetitions: int) -> Iterator[Row]:
-    """The plan's own choice, then each policy, then parts of the CPU."""
+    """The plan's own choice, then each policy."""
     plan = llm.plan
     for n in SHORT:
         chosen = plan.schedule_for(n)
-        yield {"policy": "auto", "is": chosen.policy, "on_cpu": chosen.n_on_cpu, **row(llm, n, repetitions)}
-    for policy in (Policy.ALL, Policy.SELECTED, Policy.CPU):
+        yield {"policy": "auto", "is": chosen.policy, "shares": chosen.shares, **row(llm, n, repetitions)}
+    for policy, n_lengths in ((Policy.ALL, 3), (Policy.SPREAD, 2), (Policy.SELECTED, 3), (Policy.CPU, 1)):
         llm.plan = replace(plan, policy=policy)
-        for n in SHORT[: 1 if policy is Policy.CPU else None]:
+        for n in SHORT[:n_lengths]:
             found = row(llm, n, repetitions)
             met = (
                 {"met": round(found["uploaded_gb"] * 1e9 / llm.host_expert_bytes, 3)}
@@ -77,18 +76,6 @@ def short_prompts(llm: LLM, repetitions: int) -> Iterator[Row]:
             )
             yield {"policy": policy, **found, **met}
     llm.plan = plan
-    for n in SHORT[:2] if plan.n_hybrid_tokens else ():
-        for sixteenths in (1, 2, 3, 4, 6):
-            n_on_cpu = llm.hparams.n_expert * sixteenths // 16
-            forced = replace(plan.schedule, policy=Policy.HYBRID, n_on_cpu=n_on_cpu)
-            with_schedule(llm, forced)
-            yield {"policy": Policy.HYBRID, "on_cpu": n_on_cpu, **row(llm, n, repetitions)}
-            del llm._schedule
-
-
-def with_schedule(llm: LLM, schedule: WaveSchedule) -> None:
-    """All waves run like this, whatever the plan says."""
-    vars(llm)["_schedule"] = lambda wave: schedule
 
 
 def setups(n_gpus: int) -> dict[str, tuple[Callable[[LLM, int], Iterator[Row]], dict[str, Any]]]:

@@ -8,8 +8,11 @@ from __future__ import annotations
 DEFAULT_WEIGHT_BYTES = 512 << 20
 """Room for resident experts that are dequantised for one product; more of them are taken in parts."""
 
-MAX_SPREAD_TOKENS = 16
-"""Most tokens whose experts are shared out without the host: as many as the kernels for few tokens take."""
+FEW_TOKENS = 16
+"""Most tokens that read experts as they are stored, block by block, in a product for each token and expert."""
+
+MAX_SPREAD_TOKENS = 512
+"""Most tokens whose experts are shared out without the host. More meet nearly all, and all go up sooner."""
 
 MAX_SLICES = 2
 """Slices of an expert, when few experts are shared out among several parties."""

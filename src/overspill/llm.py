@@ -116,7 +116,6 @@ class LLM:
                 placed.staging,
                 precision,
                 n_spread_tokens=n_spread,
-                n_hybrid_tokens=self.plan.n_hybrid_tokens,
                 n_image_bytes=self.options.n_image_bytes,
                 cache_bytes=self.plan.cache_bytes,
             )

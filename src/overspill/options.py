@@ -90,9 +90,7 @@ class Options:
     )
     schedule: str = _option("auto", "--schedule", "auto, serial, depth-first or breadth-first")
     grain: int | None = _option(None, "--grain", "layers a device takes in turn; None: chosen")
-    policy: str = _option(
-        "auto", "--policy", "host experts: auto, all (upload whole layers), selected, cpu, spread, hybrid"
-    )
+    policy: str = _option("auto", "--policy", "host experts: auto, all (upload whole layers), selected, cpu, spread")
     slab_mib: int | None = _option(None, "--slab-mib", "size of one expert upload; None: a layer where memory allows")
     n_staging_slots: int = _option(2, "--staging-slots", "uploads a device can hold at once")
     max_in_flight: int | None = _option(None, "--max-in-flight", "stages submitted ahead; None: chosen")
@@ -171,7 +169,7 @@ _CHOICES: Final = {
     "cache_type_v": ("auto", "f32", "f16", "bf16", "q8_0"),
     "prefix_reuse": ("any-point", "whole-ubatches", "none"),
     "schedule": ("auto", "serial", "depth-first", "breadth-first"),
-    "policy": ("auto", "all", "selected", "cpu", "spread", "hybrid"),
+    "policy": ("auto", "all", "selected", "cpu", "spread"),
     "host_stage": ("auto", "0", "1"),
     "load_mode": ("auto", "none", "mmap", "mlock", "mmap+mlock", "dio"),
     "async_load": ("auto", "on", "off"),

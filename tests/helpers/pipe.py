@@ -41,7 +41,7 @@ from overspill.placement.budget import StagingPlan
 OPS = replace(ref.OPS, widen=ref.widen)
 DIRECT = Detour()
 FLOAT32 = Precision()
-EXACT_POLICIES = [policy for policy in Policy if policy not in (Policy.SPREAD, Policy.HYBRID)]
+EXACT_POLICIES = [policy for policy in Policy if policy is not Policy.SPREAD]
 """Those that give the same bits wherever experts are computed; SPREAD adds up the parts of several parties."""
 
 ORDERS_AND_POLICIES = [(order, policy) for order in Order for policy in EXACT_POLICIES]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overspill.pipeline.parties import Party, divided, n_experts_met, parties_of, rates_for, slowest_us
+from overspill.pipeline.parties import ExpertLoad, Party, divided, n_experts_met, parties_of, rates_for, slowest_us
 from overspill.pipeline.schedule import Order, Policy, WaveSchedule
 from overspill.pipeline.slabs import cut_slabs
 from overspill.pipeline.split import Layout
@@ -76,7 +76,7 @@ def machines(draw: st.DrawFn) -> Machine:
     return replace(make_machine(*[24.0] * n), party_rates=tuple(measured))
 
 
-@given(machines(), st.integers(1, 16), st.booleans())
+@given(machines(), st.integers(1, 512), st.booleans())
 def test_all_experts_are_shared_out_and_never_later_than_by_links(machine: Machine, n: int, alone: bool) -> None:
     n_devices, host = len(machine.devices), machine.host_index
     found = spread(SHAPE, machine, layout(n_devices), SCHEDULE, n, spreads_alone=alone)
@@ -86,18 +86,31 @@ def test_all_experts_are_shared_out_and_never_later_than_by_links(machine: Machi
         assert first == owner
         assert all(count > 0 for _, count in helpers)
         n_met = round(n_experts_met(N_EXPERT, N_USED, n))
+        n_flops = SHAPE.expert_flops(0) * n / n_experts_met(N_EXPERT, N_USED, n)
+        expert = ExpertLoad(5 * MIB, n_flops)
         assert sum(count for _, count in shares) == n_met
         others = () if alone else tuple(i for i in range(n_devices) if i != owner)
         assert {p for p, _ in helpers} <= {*others, host}
 
         def needed(helpers: tuple[int, ...], counts: dict[int, int], owner: int = owner) -> float:
-            parties = parties_of(machine, owner, helpers, (owner, *others), n, 5 * MIB)  # noqa: B023
+            parties = parties_of(machine, owner, helpers, (owner, *others), n, expert)  # noqa: B023
             return slowest_us(parties, [counts.get(p.number, 0) for p in parties])
 
-        by_links = divided(parties_of(machine, owner, others, (owner, *others), n, 5 * MIB), n_met)
+        by_links = divided(parties_of(machine, owner, others, (owner, *others), n, expert), n_met)
         with_host = (*others, host) if host in dict(shares) else others
         links_us = needed(others, dict(zip((owner, *others), by_links, strict=True)))
         assert needed(with_host, dict(shares)) <= links_us
+
+
+def test_many_tokens_bound_the_cpu_by_its_products_and_gpus_by_what_they_dequantise() -> None:
+    """1000 GFLOP/s, of which half; 100 TFLOP/s; 5 MB read at 50 GB/s, and 15 MB moved at 1000 GB/s."""
+    device = replace(make_machine(24).devices[0], tflops=100.0, read_gbps=1000.0)
+    rates = PartyRates(16, (50.0,), (50.0,), 50.0, 10.0)
+    machine = replace(make_machine(24), devices=(device,), cpu_gflops=1000.0, party_rates=(rates,))
+    expert = ExpertLoad(5e6, 1e9)
+    few, many = (parties_of(machine, 0, (1,), (0,), n, expert) for n in (16, 17))
+    assert [p.expert_us for p in few] == pytest.approx([100.0, 100.0])
+    assert [p.expert_us for p in many] == pytest.approx([100.0 + 15.0 + 10.0, 2000.0])
 
 
 def test_a_cpu_too_slow_for_one_expert_gets_none_and_leaves_the_links_at_their_own_rates() -> None:

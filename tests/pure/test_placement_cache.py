@@ -78,7 +78,7 @@ def test_refused_where_nothing_can_use_it(options: dict[str, object]) -> None:
     with pytest.raises(UserError, match="--moe-cache-mib 300: needs GPUs"):
         plan(moe_cache_mib="300", **options)  # type: ignore[arg-type]
     assert not any(plan(moe_cache_mib="auto", **options).placement.n_cached)  # type: ignore[arg-type]
-    assert any(plan(moe_cache_mib="300", policy="hybrid").step_schedule(1).n_cached)
+    assert any(plan(moe_cache_mib="300", policy="spread").step_schedule(1).n_cached)
 
 
 @pytest.mark.parametrize("value", ["-1", "some", "1.5"])

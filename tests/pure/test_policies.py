@@ -34,8 +34,6 @@ def all_policies(made: Plan, wave: WaveShape) -> dict[Policy, float]:
     n = sum(wave.n_tokens)
     if n <= made.n_spread_tokens:
         schedules.append(made.step_schedule(n))
-    if n <= made.n_hybrid_tokens:
-        schedules += [replace(made.schedule, policy=Policy.HYBRID, n_on_cpu=N_EXPERT * i // 16) for i in range(1, 9)]
     found: dict[Policy, float] = {}
     for s in schedules:
         us = predict(SHAPE, made.machine, made.layout, wave, s).wave_us

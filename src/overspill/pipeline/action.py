@@ -7,7 +7,6 @@ from enum import StrEnum
 from functools import cached_property
 
 from overspill.pipeline.ledger import Resource, StreamId
-from overspill.pipeline.split import Slab
 
 Shares = tuple[tuple[int, int], ...]
 """Who computes the experts of a layer, the owner first, and the weight of each."""
@@ -25,15 +24,13 @@ class Policy(StrEnum):
     """What happens to a layer's host experts: all go up, those that the ids name go up, or the CPU computes them.
 
     SPREAD: those that the ids name are shared out among the CPU and all accelerators, each of which reads its own from
-    host memory over its own link (few tokens: every link works on every token). HYBRID: all but the last of each layer
-    go up, and the CPU computes those meanwhile (prompts that take longer to go up than to compute).
+    host memory over its own link (few tokens: every link works on every token).
     """
 
     ALL = "all"
     SELECTED = "selected"
     CPU = "cpu"
     SPREAD = "spread"
-    HYBRID = "hybrid"
 
 
 class Verb(StrEnum):
@@ -63,8 +60,7 @@ class Action:
 
     layer, last_layer: the layers computed. slab: index into the layer's slabs. slot: staging slot (or logits buffer
     of OUTPUT and DOWNLOAD). source: where a hand-off comes from. chunk: which rows of the outputs, or which tile of a
-    hand-off through the host. shares: of DIVIDE. n_slices: of DIVIDE and SHARE, see `ExpertWeights`. n_experts: of
-    SHARE where they are the last of the layer, whatever the ids.
+    hand-off through the host. shares: of DIVIDE. n_slices: of DIVIDE and SHARE, see `ExpertWeights`.
     """
 
     verb: Verb
@@ -80,7 +76,6 @@ class Action:
     chunk: int = -1
     shares: Shares = ()
     n_slices: int = 1
-    n_experts: int = -1
 
     @property
     def device(self) -> int:
@@ -106,8 +101,7 @@ class WaveSchedule:
 
     widen: dequantise each staged slab once, before the ubatches use it (devices whose kernels want that).
     shares: for SPREAD, by the number of the device that owns a layer. n_cached: likewise, how many of its experts the
-    device keeps; none where it is empty. n_slices: into so many, experts are shared out. n_on_cpu: for HYBRID, how many
-    experts of each layer the CPU computes; layers go up as one slab then.
+    device keeps; none where it is empty. n_slices: into so many, experts are shared out.
     """
 
     order: Order
@@ -117,8 +111,3 @@ class WaveSchedule:
     shares: tuple[Shares, ...] = ()
     n_cached: tuple[int, ...] = ()
     n_slices: int = 1
-    n_on_cpu: int = 0
-
-    def n_in(self, slab: Slab, n_experts: int) -> int:
-        """Experts of a slab that go up, of a layer of `n_experts`."""
-        return min(slab.last, n_experts - self.n_on_cpu) - slab.first

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from overspill.errors import UserError
+from overspill.gpu_memory import FEW_TOKENS
 from overspill.options import Options
 from overspill.pipeline.host_budget import with_host_buffers
 from overspill.pipeline.lay_out import layout_of, with_detours, with_embedding
@@ -22,7 +23,7 @@ from overspill.pipeline.simulate import Prediction, WaveShape, predict
 from overspill.pipeline.split import Layout
 from overspill.pipeline.spread import n_spread_tokens, owners_of, spread
 from overspill.pipeline.step_budget import with_step_buffers
-from overspill.placement.budget import MAX_HYBRID_TOKENS, NO_NEEDS, KernelNeeds
+from overspill.placement.budget import NO_NEEDS, KernelNeeds
 from overspill.placement.expert_cache import kept_bytes, slot_bytes, with_cache
 from overspill.placement.machine import Machine
 from overspill.placement.plan import GIB, Placement, place
@@ -34,7 +35,7 @@ DEFAULT_IN_FLIGHT = 256
 _MAX_WAVE = 32768
 _MIN_IDS_PER_EXPERT = 16
 _FEWEST_BESIDE, _WORTH = 16, 1.5
-_WITH_CACHE = ("auto", "spread", "hybrid")
+_WITH_CACHE = ("auto", "spread")
 _UBATCHES = (128, 512, 2048, 4096)
 
 Needs = Callable[[int], KernelNeeds]
@@ -46,8 +47,7 @@ class Plan:
 
     schedule: of prompts whose experts all go up. policy: what the user chose, None where the plan chooses per wave.
     min_upload_tokens: waves of at least so many tokens send all experts up, smaller ones do what costs least.
-    n_hybrid_tokens: most tokens of whose experts the CPU may compute a part while the rest goes up. n_spread_tokens:
-    most tokens whose experts are shared out, 0 where they cannot be. spreads_alone: see `KernelNeeds`.
+    n_spread_tokens: most tokens whose experts are shared out, 0 where they cannot be. spreads_alone: see `KernelNeeds`.
     party_rates_from: where the rates come from by which they are shared out. takes_steps: see `KernelNeeds`.
     """
 
@@ -62,14 +62,13 @@ class Plan:
     reference: WaveShape
     predicted: Prediction
     n_spread_tokens: int = 0
-    n_hybrid_tokens: int = 0
     spreads_alone: bool = False
     party_rates_from: str = "assumed"
     takes_steps: bool = False
 
     def without_spread(self) -> Plan:
         """For experts that accelerators cannot read themselves, because not all of them could be pinned."""
-        return replace(self, n_spread_tokens=0, n_hybrid_tokens=0)
+        return replace(self, n_spread_tokens=0)
 
     def with_party_rates(self, rates: tuple[PartyRates, ...], source: str) -> Plan:
         """For shares by these rates of the machine's devices."""
@@ -104,19 +103,17 @@ class Plan:
         if self._is_fixed:
             return replace(self.schedule, policy=self.policy or self.schedule.policy)
         if self.policy is Policy.SPREAD and n_tokens <= self.n_spread_tokens:
-            return self._spread_for(n_tokens, self.placement.n_cached)
-        if self.policy is Policy.HYBRID and n_tokens <= self.n_hybrid_tokens:
-            return self._quickest(WaveShape.of_prompt(n_tokens, self.placement.n_ubatch), self._hybrids)
+            return self._spread_for(n_tokens)
         bucket, is_small = 1 << (n_tokens - 1).bit_length(), n_tokens < self.min_upload_tokens
-        if not self.has_host_experts or not (is_small or bucket <= self.n_hybrid_tokens):
+        if not self.has_host_experts or not (is_small or bucket <= self.n_spread_tokens):
             return self.schedule
-        n = n_tokens if is_small and n_tokens <= self.n_spread_tokens else bucket
+        n = n_tokens if is_small and n_tokens <= FEW_TOKENS else bucket
         return self._cheapest(WaveShape.of_prompt(n, self.placement.n_ubatch), is_small=is_small)
 
     def step_schedule(self, n_sequences: int) -> WaveSchedule:
         """How a step of so many sequences runs: experts are shared out where they can be."""
         if not self._is_fixed and n_sequences <= self.n_spread_tokens:
-            return self._spread_for(n_sequences, self.placement.n_cached)
+            return self._spread_for(n_sequences)
         if self._is_fixed or not self.takes_steps or not self.has_host_experts:
             return self.schedule_for(n_sequences)
         return self._cheapest(WaveShape.of_step(n_sequences, sum(self.reference.n_tokens)), is_small=True)
@@ -124,19 +121,17 @@ class Plan:
     @property
     def _is_fixed(self) -> bool:
         """Whether the user has said what happens to experts in host RAM, whatever the number of tokens."""
-        return self.policy not in (None, Policy.SPREAD, Policy.HYBRID)
-
-    @cached_property
-    def _hybrids(self) -> list[WaveSchedule]:
-        """Parts of the CPU to choose from, from a sixteenth of a layer's experts to half of them."""
-        counts = sorted({max(1, self.shape.n_expert * i // 16) for i in range(1, 9)})
-        return [replace(self.schedule, policy=Policy.HYBRID, n_on_cpu=n) for n in counts]
+        return self.policy not in (None, Policy.SPREAD)
 
     def uncached(self, n_tokens: int) -> WaveSchedule:
         """How a step of so many tokens runs whose experts are shared out, where no device uses what it keeps."""
-        return self._spread_for(n_tokens, ())
+        return self._spread_by(n_tokens, ())
 
-    def _spread_for(self, n_tokens: int, n_cached: tuple[int, ...]) -> WaveSchedule:
+    def _spread_for(self, n_tokens: int) -> WaveSchedule:
+        """Few tokens use what devices keep; many would only turn it over."""
+        return self._spread_by(n_tokens, self.placement.n_cached if n_tokens <= FEW_TOKENS else ())
+
+    def _spread_by(self, n_tokens: int, n_cached: tuple[int, ...]) -> WaveSchedule:
         if (n_tokens, n_cached) not in self._spread:
             schedule = replace(self.schedule, n_cached=n_cached)
             how = (self.shape, self.machine, self.layout, schedule, n_tokens)
@@ -154,15 +149,10 @@ class Plan:
             n_tokens, found = sum(wave.n_tokens), [self.schedule]
             if is_small:
                 found += [replace(self.schedule, policy=policy) for policy in (Policy.SELECTED, Policy.CPU)]
-            if is_small and n_tokens <= self.n_spread_tokens:
-                found.append(self._spread_for(n_tokens, self.placement.n_cached))
-            if n_tokens <= self.n_hybrid_tokens:
-                found += self._hybrids
-            self._found[wave, is_small] = self._quickest(wave, found)
+            if n_tokens <= self.n_spread_tokens:
+                found.append(self._spread_for(n_tokens))
+            self._found[wave, is_small] = min(found, key=lambda schedule: self._predict(wave, schedule).wave_us)
         return self._found[wave, is_small]
-
-    def _quickest(self, wave: WaveShape, schedules: Sequence[WaveSchedule]) -> WaveSchedule:
-        return min(schedules, key=lambda schedule: self._predict(wave, schedule).wave_us)
 
     @cached_property
     def _found(self) -> dict[tuple[WaveShape, bool], WaveSchedule]:
@@ -243,7 +233,7 @@ def _plan(
 ) -> Plan:
     placement, layout = _place(shape, machine, options, grain=grain, n_ubatch=n_ubatch, needs=needs)
     policy = None if options.policy == "auto" else Policy(options.policy)
-    usual = Policy.ALL if policy in (None, Policy.SPREAD, Policy.HYBRID) else policy
+    usual = Policy.ALL if policy in (None, Policy.SPREAD) else policy
     schedule = WaveSchedule(order, usual, options.n_staging_slots, needs.wide_value_bytes > 0)
     reference = WaveShape.of_prompt(min(REFERENCE_PROMPT, placement.n_ctx, placement.n_wave), n_ubatch)
     predicted = predict(shape, machine, layout, reference, schedule)
@@ -257,24 +247,12 @@ def _plan(
         plan = replace(plan, party_rates_from="given")
     n_tokens = n_spread_tokens(shape, layout, placement, needs)
     if n_tokens:
-        n_hybrid = _n_hybrid_tokens(options, layout, n_ubatch)
-        plan = replace(plan, n_spread_tokens=n_tokens, n_hybrid_tokens=n_hybrid, spreads_alone=needs.spreads_alone)
+        plan = replace(plan, n_spread_tokens=n_tokens, spreads_alone=needs.spreads_alone)
     elif policy is Policy.SPREAD and any(layout.slabs):
         raise UserError(
             "--policy spread: needs GPUs, experts of whole layers in host RAM, and slots that hold those of a token"
         )
-    if policy is Policy.HYBRID and any(layout.slabs) and not plan.n_hybrid_tokens:
-        raise UserError(
-            "--policy hybrid: needs GPUs, experts of whole layers in host RAM, and slots that hold all of a layer"
-        )
     return plan
-
-
-def _n_hybrid_tokens(options: Options, layout: Layout, n_ubatch: int) -> int:
-    """Of a layout whose experts can be spread; where a user asks for a schedule, all experts go up."""
-    is_open = options.policy == "hybrid" or (options.policy == "auto" and options.schedule == "auto")
-    is_possible = is_open and all(len(slabs) <= 1 for slabs in layout.slabs)
-    return min(MAX_HYBRID_TOKENS, n_ubatch) if is_possible else 0
 
 
 def _place(
@@ -315,8 +293,7 @@ def _placed(
     placement = with_host_buffers(
         shape, placement, layout, needs, n_parallel=options.n_parallel, n_image_bytes=options.n_image_bytes
     )
-    n_hybrid = _n_hybrid_tokens(options, layout, n_ubatch)
-    placement = with_step_buffers(shape, placement, layout, needs, n_sequences=options.n_parallel, n_hybrid=n_hybrid)
+    placement = with_step_buffers(shape, placement, layout, needs, n_sequences=options.n_parallel)
     _check_host(placement, options)
     if not options.moe_cache_mib or not any(layout.slabs) or not _keeps(shape, options, placement, layout, needs):
         return placement, layout
@@ -332,7 +309,7 @@ def _keeps(shape: ModelShape, options: Options, placement: Placement, layout: La
     if (not can_spread or options.policy not in _WITH_CACHE) and options.moe_cache_mib != "auto":
         raise UserError(
             f"--moe-cache-mib {options.moe_cache_mib}: needs GPUs, experts of whole layers in host RAM, slots that "
-            "hold those of a token, and --policy auto, spread or hybrid; leave it out"
+            "hold those of a token, and --policy auto or spread; leave it out"
         )
     return can_spread and options.policy in _WITH_CACHE
 

@@ -72,7 +72,6 @@ class Memory:
         precision: Precision = Precision(),
         *,
         n_spread_tokens: int = 0,
-        n_hybrid_tokens: int = 0,
         n_image_bytes: int = 0,
         cache_bytes: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
@@ -94,7 +93,7 @@ class Memory:
         for i_layer, i_device in enumerate(layout.layer_device):
             self._add_kv(i_layer, i_device)
         if n_spread_tokens:
-            self._add_spread(layout, n_spread_tokens, max(n_spread_tokens, n_hybrid_tokens))
+            self._add_spread(layout, n_spread_tokens)
         for i_layer, n_bytes in cache_bytes.items():
             self._add_cache(i_layer, layout.layer_device[i_layer], n_bytes)
         for i_device, plan in enumerate(staging):
@@ -192,18 +191,15 @@ class Memory:
             else:
                 yield shape, torch.float16 if is_q8 else self._precision.kv
 
-    def _add_spread(self, layout: Layout, n_tokens: int, n_of_host: int) -> None:
-        """For experts of few tokens that several parties compute: who does what, and what each says.
-
-        n_of_host: most tokens of what the host says.
-        """
+    def _add_spread(self, layout: Layout, n_tokens: int) -> None:
+        """For experts of few tokens that several parties compute: who does what, and what each says."""
         compute = MemoryKind.COMPUTE
         used = self._in_use(layout)
         for i in used:
             for m in range(self.sizes.n_ubatches):
                 who = self._new(i, (1, self._hp.n_expert * MAX_SLICES), torch.int32, compute, f"who{m}")
                 self._buffers["who", i, m] = (who,)
-            rows = (n_of_host if i == layout.host else n_tokens, self._hp.n_embd)
+            rows = (n_tokens, self._hp.n_embd)
             self._buffers["y", i] = (self._new(i, rows, torch.float32, compute, "y"),)
             if i != layout.host:
                 tally = self._new(i, (layout.n_layer, 2 + layout.n_accelerators), torch.int64, compute, "tally")
@@ -212,7 +208,6 @@ class Memory:
                 self._buffers["host_tally", i] = (on_host,)
             for party in used:
                 if party != i and i != layout.host:
-                    rows = (n_of_host if party == layout.host else n_tokens, self._hp.n_embd)
                     heard = self._new(i, rows, torch.float32, compute, f"heard{party}")
                     self._buffers["heard", i, party] = (heard,)
 

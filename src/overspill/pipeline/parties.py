@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+from overspill.gpu_memory import FEW_TOKENS
 from overspill.placement.machine import Machine
 from overspill.placement.rates import PartyRates
 
@@ -27,6 +28,21 @@ host memory too, where that was not measured (once it was: about 40 of 150 GB/s 
 
 _CPU_AT_MOST = 0.8
 """Of the rate of a link, likewise: rates of samples that caches hold mislead."""
+
+
+_OF_GFLOPS = 0.5
+"""Of the CPU's products for many tokens, what those of a few tokens for each of many experts reach beside links: a
+guess on the safe side, as a part that is too large for the CPU makes everybody wait."""
+
+_MOVED = 3.0
+"""Bytes of device memory read and written to dequantise an expert, by its own; from FEW_TOKENS on."""
+
+
+class ExpertLoad(NamedTuple):
+    """An expert of a layer: its bytes, and the FLOPs of all tokens of a wave that meet it."""
+
+    n_bytes: float
+    n_flops: float
 
 
 class Party(NamedTuple):
@@ -68,7 +84,12 @@ def slowest_us(parties: Sequence[Party], counts: Sequence[float]) -> float:
 
 
 def parties_of(
-    machine: Machine, owner: int, helpers: Collection[int], readers: Collection[int], n_tokens: int, expert_bytes: float
+    machine: Machine,
+    owner: int,
+    helpers: Collection[int],
+    readers: Collection[int],
+    n_tokens: int,
+    expert: ExpertLoad,
 ) -> list[Party]:
     """The owner of a layer, first, and those that help it, as they fare while all of `readers` read at once.
 
@@ -78,11 +99,22 @@ def parties_of(
     links = rates.links_beside_cpu_gbps if host in helpers else rates.links_gbps
     parties = []
     for number in (owner, *helpers):
-        gbps = rates.cpu_gbps if number == host else links[number]
         letters = 0.0 if number == owner else 2 * _LETTER_US
         fixed = rates.cpu_call_us if number == host else _PART_US
-        parties.append(Party(number, letters, fixed, expert_bytes / gbps / 1e3))
+        read_us = expert.n_bytes / (rates.cpu_gbps if number == host else links[number]) / 1e3
+        product_us = _product_us(machine, number, expert) if n_tokens > FEW_TOKENS else 0.0
+        # The CPU multiplies what it reads; what a device reads is dequantised and multiplied when all of it is there.
+        expert_us = max(read_us, product_us) if number == host else read_us + product_us
+        parties.append(Party(number, letters, fixed, expert_us))
     return parties
+
+
+def _product_us(machine: Machine, number: int, expert: ExpertLoad) -> float:
+    """Of an expert that many tokens meet; what a few take is in the rates, or in `_PART_US`."""
+    if number == machine.host_index:
+        return expert.n_flops / machine.cpu_gflops / _OF_GFLOPS / 1e3
+    device = machine.devices[number]
+    return _MOVED * expert.n_bytes / device.weights_gbps / 1e3 + expert.n_flops / device.tflops / 1e6
 
 
 def rates_for(machine: Machine, readers: Collection[int], n_tokens: int) -> PartyRates:

@@ -32,9 +32,6 @@ from overspill.placement.budget import N_LOGIT_BUFFERS
 
 __all__ = ["Action", "Order", "Policy", "Shares", "Verb", "WaveSchedule", "actions"]
 
-_FORESEEN = frozenset({Policy.ALL, Policy.HYBRID})
-"""What goes up is known before any id is."""
-
 
 def actions(
     layout: Layout, schedule: WaveSchedule, n_chunks: Sequence[int], n_tiles: Sequence[int] | None = None
@@ -76,7 +73,7 @@ class _Emitter:
         is_breadth_first = self._schedule.order is Order.BREADTH_FIRST
         groups = [tuple(ubatches)] if is_breadth_first else [(m,) for m in ubatches]
         yield from self._inputs()
-        if self._schedule.policy in _FORESEEN:
+        if self._schedule.policy is Policy.ALL:
             self._queue_uploads(len(groups))
             for device in range(self._layout.n_accelerators):
                 yield from self._fill_slots(device)
@@ -213,6 +210,7 @@ class _Emitter:
         self, party: int, layer: int, m: int, added_to: tuple[Resource, ...], writes: tuple[Resource, ...]
     ) -> Action:
         room: tuple[Resource, ...] = () if party == self._layout.host else (("slot", party, 0),)
+        room += (("wide", party),) if room and self._schedule.widen else ()
         reads = (("route", party, m), ("who", party, m), *added_to)
         stream = StreamId(party, Lane.COMPUTE)
         writes, n_slices = (*writes, *room), self._schedule.n_slices
@@ -225,7 +223,7 @@ class _Emitter:
         return Action(Verb.HAND_OFF, StreamId(lane_of, Lane.HAND_OFF), reads, writes, ubatch=m, source=source)
 
     def _experts(self, split: Split, group: tuple[int, ...]) -> Iterator[Action]:
-        if self._schedule.policy not in _FORESEEN:
+        if self._schedule.policy is not Policy.ALL:
             ids: tuple[Resource, ...] = ()
             if self._policy(split.first) is Policy.SELECTED:
                 yield from self._read_ids(split, group)
@@ -270,30 +268,11 @@ class _Emitter:
         for m in group:
             if i_slab == 0 and not self._attends_first(split):
                 yield from self._attend(split, m)
-            is_shared = self._policy(i_layer) is Policy.HYBRID
-            if is_shared:
-                yield from self._share_with_host(split, m)
             x = ("x", device, m)
             reads = (x, ("route", device, m), weights)
             yield Action(Verb.EXPERTS, stream, reads, (x,), layer=i_layer, ubatch=m, slab=i_slab, slot=slot)
-            if is_shared:
-                yield from self._add_of_host(split, m)
         if not self._schedule.widen:
             yield from self._refill(device)
-
-    def _share_with_host(self, split: Split, m: int) -> Iterator[Action]:
-        """The CPU's part, from what the layer's device has routed."""
-        host, device = self._layout.host, split.device
-        told = ("route", host, m)
-        yield self._pass(device, host, m, (("route", device, m),), (told,))
-        stream, n = StreamId(host, Lane.COMPUTE), self._schedule.n_on_cpu
-        yield Action(Verb.SHARE, stream, (told,), (("y", host),), layer=split.first, ubatch=m, n_experts=n)
-
-    def _add_of_host(self, split: Split, m: int) -> Iterator[Action]:
-        host, device = self._layout.host, split.device
-        x, heard = ("x", device, m), ("heard", device, host)
-        yield self._pass(host, device, m, (("y", host),), (heard,))
-        yield Action(Verb.ADD, StreamId(device, Lane.COMPUTE), (x, heard), (x,), layer=split.first, ubatch=m)
 
     def _refill(self, device: int) -> Iterator[Action]:
         if self._to_upload[device]:

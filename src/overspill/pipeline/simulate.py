@@ -11,17 +11,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from overspill.device.lane import Lane
+from overspill.gpu_memory import FEW_TOKENS
 from overspill.pipeline.ledger import Ledger, StreamId
-from overspill.pipeline.parties import HAND_OFF_US, n_experts_met, parties_of, rates_for
+from overspill.pipeline.parties import HAND_OFF_US, ExpertLoad, n_experts_met, parties_of
 from overspill.pipeline.schedule import Action, Order, Policy, Verb, WaveSchedule, actions
 from overspill.pipeline.split import Layout
 from overspill.pipeline.spread import missed
 from overspill.placement.machine import Machine
 from overspill.placement.shape import ModelShape
 
-_OF_GFLOPS = 0.5
-"""Of the CPU's products for many tokens, what those of a few tokens for each of many experts reach beside uploads: a
-guess on the safe side, as a part that is too large for the CPU makes everybody wait."""
+_OF_UNIFORM = 0.75
+"""Of the experts that many tokens would meet if they picked uniformly, those that tokens of one text do: their hidden
+states are alike. A model of random weights: 0.54 of them with 128 tokens, 0.67 with 512 (docs/performance.md)."""
 
 _LAUNCH_US = 20.0
 _CPU_EMBED_US = 0.1
@@ -119,8 +120,6 @@ class _Costs:
         n_uploading = len({d for i, d in enumerate(layout.layer_device) if layout.has_host_experts(i)})
         self._cpu_gbps = machine.cpu_gbps
         self._link_gbps = [min(d.h2d_gbps, machine.h2d_total_gbps / max(1, n_uploading)) for d in machine.devices]
-        if schedule.policy is Policy.HYBRID:
-            self._read_together(n_uploading)
 
     def __call__(self, action: Action) -> float:
         match action.verb:
@@ -150,22 +149,15 @@ class _Costs:
             case _:
                 return HAND_OFF_US
 
-    def _read_together(self, n_uploading: int) -> None:
-        """Links and CPU slow each other down."""
-        readers = range(min(n_uploading, len(self._machine.devices)))
-        rates = rates_for(self._machine, readers, max(self._wave.n_tokens))
-        self._cpu_gbps = rates.cpu_gbps
-        self._link_gbps = [min(pair) for pair in zip(self._link_gbps, rates.links_beside_cpu_gbps, strict=True)]
-
     def _share_of_slab(self, action: Action) -> float:
         slab = self._layout.slabs[action.layer][action.slab]
-        return self._schedule.n_in(slab, self._shape.n_expert) / self._shape.n_expert
+        return slab.n_experts / self._shape.n_expert
 
     def _n_experts_in(self, action: Action) -> float:
         share = self._share_of_slab(action)
         if self._schedule.policy is not Policy.SELECTED:
             return share
-        return share * _share_met(self._shape, sum(self._wave.n_tokens))
+        return share * self._share_met(sum(self._wave.n_tokens))
 
     def _slab_bytes(self, action: Action) -> float:
         return self._shape.expert_bytes(action.layer) * self._n_experts_in(action)
@@ -189,7 +181,7 @@ class _Costs:
         n_keys = self._past[action.ubatch] + (n + 1) / 2
         weights = self._shape.flops_per_token[i_layer]
         if action.verb is Verb.ATTEND:
-            weights -= self._expert_flops(i_layer)
+            weights -= self._shape.expert_flops(i_layer)
         flops = n * (weights + self._shape.attention_flops[i_layer] * n_keys)
         n_bytes = self._weight_bytes(i_layer, action.verb, n)
         fixed_us = self._call_us * self._shape.n_tensors[i_layer] + self._step_layer_us
@@ -199,49 +191,39 @@ class _Costs:
         dense = self._shape.layer_bytes(i_layer)
         if verb is Verb.ATTEND:
             return dense
-        return dense + self._shape.expert_bytes(i_layer) * _share_met(self._shape, n_tokens)
-
-    def _expert_flops(self, i_layer: int) -> float:
-        """FLOPs per token in the routed experts, from their share of the layer's bytes."""
-        experts = self._shape.expert_bytes(i_layer) * self._shape.n_expert_used / max(1, self._shape.n_expert)
-        return self._shape.flops_per_token[i_layer] * experts / (experts + self._shape.layer_bytes(i_layer))
+        return dense + self._shape.expert_bytes(i_layer) * self._share_met(n_tokens)
 
     def _experts_us(self, action: Action) -> float:
         n = self._wave.n_tokens[action.ubatch]
-        met = _share_met(self._shape, n)
+        met = self._share_met(n)
         share = 1.0 if action.slab < 0 else self._share_of_slab(action)
-        flops = n * self._expert_flops(action.layer) * share
+        flops = n * self._shape.expert_flops(action.layer) * share
         return self._compute_us(action.device, flops, self._shape.expert_bytes(action.layer) * met * share)
 
     def _share_us(self, action: Action) -> float:
         """A party's part of the experts met, read from host memory; its letters are hand-offs of their own."""
-        if action.n_experts >= 0:
-            return self._hybrid_us(action)
         owner, party = self._layout.layer_device[action.layer], action.device
         shares = dict(self._schedule.shares[owner])
         n_tokens, n_expert = self._wave.n_tokens[action.ubatch], self._shape.n_expert
-        expert_bytes = self._shape.expert_bytes(action.layer) / n_expert
+        n_met = self._share_met(n_tokens) * n_expert
+        flops = n_tokens * self._shape.expert_flops(action.layer) / n_met
+        expert = ExpertLoad(self._shape.expert_bytes(action.layer) / n_expert, flops)
         helpers = [p for p in shares if p != owner]
         readers = {*shares} - {self._layout.host}
-        parties = parties_of(self._machine, owner, helpers, readers, n_tokens, expert_bytes)
-        n_met = n_experts_met(n_expert, self._shape.n_expert_used, n_tokens)
+        parties = parties_of(self._machine, owner, helpers, readers, n_tokens, expert)
         n_met *= missed(self._schedule, self._shape, owner)
         (mine,) = (p for p in parties if p.number == party)
         return mine.work_us(n_met * shares[party] / sum(shares.values()))
 
-    def _hybrid_us(self, action: Action) -> float:
-        """The CPU's part beside the uploads, bound by what it reads or by what it multiplies."""
-        n_tokens, share = self._wave.n_tokens[action.ubatch], action.n_experts / self._shape.n_expert
-        n_bytes = self._shape.expert_bytes(action.layer) * _share_met(self._shape, n_tokens) * share
-        flops, gflops = n_tokens * self._expert_flops(action.layer) * share, self._machine.cpu_gflops * _OF_GFLOPS
-        return self._machine.call_us + max(n_bytes / self._cpu_gbps, flops / gflops) / 1e3
+    def _share_met(self, n_tokens: int) -> float:
+        """Share of a layer's experts that at least one of so many tokens picks."""
+        n_met = n_experts_met(self._shape.n_expert, self._shape.n_expert_used, n_tokens)
+        of_uniform = 1.0 if self._wave.is_step or n_tokens <= FEW_TOKENS else _OF_UNIFORM
+        return of_uniform * n_met / max(1, self._shape.n_expert)
 
     def _rate_gbps(self, device: int) -> float:
-        """Bandwidth at which a device reads its own weights; if not measured, 1 byte per 160 FLOP of its products."""
-        if device == self._layout.host:
-            return self._machine.cpu_gbps
-        spec = self._machine.devices[device]
-        return spec.tflops * 1e3 / 160 if spec.read_gbps is None else spec.read_gbps
+        """Bandwidth at which a device reads its own weights."""
+        return self._machine.cpu_gbps if device == self._layout.host else self._machine.devices[device].weights_gbps
 
     def _compute_us(self, device: int, flops: float, weight_bytes: float) -> float:
         if device == self._layout.host:
@@ -249,11 +231,6 @@ class _Costs:
         else:
             gflops = self._machine.devices[device].tflops * 1e3
         return max(flops / gflops / 1e3, weight_bytes / self._rate_gbps(device) / 1e3)
-
-
-def _share_met(shape: ModelShape, n_tokens: int) -> float:
-    """Share of the experts that at least one of `n_tokens` picks, if they pick uniformly."""
-    return n_experts_met(shape.n_expert, shape.n_expert_used, n_tokens) / max(1, shape.n_expert)
 
 
 @dataclass(frozen=True)
@@ -281,8 +258,7 @@ def predict(shape: ModelShape, machine: Machine, layout: Layout, wave: WaveShape
             busy[t.action.device] = busy.get(t.action.device, 0.0) + (t.end_us - t.start_us) / total
     uploads = [t.action for t in timed if t.action.verb is Verb.UPLOAD]
     uploaded = sum(
-        shape.expert_bytes(a.layer) * schedule.n_in(layout.slabs[a.layer][a.slab], shape.n_expert) / shape.n_expert
-        for a in uploads
+        shape.expert_bytes(a.layer) * layout.slabs[a.layer][a.slab].n_experts / shape.n_expert for a in uploads
     )
     return Prediction(total, uploaded, busy)
 

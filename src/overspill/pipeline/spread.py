@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from overspill.pipeline.parties import Party, divided, n_experts_met, parties_of, slowest_us
+from overspill.pipeline.parties import ExpertLoad, Party, divided, n_experts_met, parties_of, slowest_us
 from overspill.pipeline.schedule import Policy, Shares, WaveSchedule
 from overspill.pipeline.split import Layout
 from overspill.placement.budget import KernelNeeds
@@ -42,10 +42,13 @@ def spread(
         others = () if spreads_alone else tuple(p for p in owners if p != owner)
         layers = [i for i, slabs in enumerate(layout.slabs) if slabs and layout.layer_device[i] == owner]
         if layers:
-            expert_bytes = sum(shape.expert_bytes(i) for i in layers) / len(layers) / shape.n_expert
-            links = parties_of(machine, owner, others, (owner, *others), n_tokens, expert_bytes)
+            expert = ExpertLoad(
+                sum(shape.expert_bytes(i) for i in layers) / len(layers) / shape.n_expert,
+                sum(shape.expert_flops(i) for i in layers) / len(layers) * n_tokens / n_met,
+            )
+            links = parties_of(machine, owner, others, (owner, *others), n_tokens, expert)
             with_cpu = (*others, machine.host_index)
-            everybody = parties_of(machine, owner, with_cpu, (owner, *others), n_tokens, expert_bytes)
+            everybody = parties_of(machine, owner, with_cpu, (owner, *others), n_tokens, expert)
             n_missed = max(1, round(n_met * missed(schedule, shape, owner)))
             shares.append(_shares(links, everybody, n_missed, n_slices))
         else:

@@ -19,32 +19,25 @@ _LATE_BYTES = 8
 
 
 def with_step_buffers(
-    shape: ModelShape, placement: Placement, layout: Layout, needs: KernelNeeds, *, n_sequences: int, n_hybrid: int
+    shape: ModelShape, placement: Placement, layout: Layout, needs: KernelNeeds, *, n_sequences: int
 ) -> Placement:
-    """The placement, its budgets with what parties of spread experts hold, and inputs and letters of recorded steps.
-
-    n_hybrid: most tokens of whose experts the CPU may compute a part while the rest goes up.
-    """
+    """The placement, its budgets with what parties of spread experts hold, and inputs and letters of recorded steps."""
     n_ubatch, n_ubatches = placement.n_ubatch, -(-placement.n_wave // placement.n_ubatch)
     n_tokens, n_devices = n_spread_tokens(shape, layout, placement, needs), layout.n_accelerators
-    n_host_tokens = max(n_tokens, n_hybrid)
     used = sorted({layout.output_device, *layout.input_devices} - {layout.host})
     on_host = layout.host in {*layout.layer_device, layout.output_device}
     step_bytes = 4 * STEP_WORDS if needs.takes_steps and used and not on_host else 0
-    of_device = step_bytes - most_spread_bytes(
-        shape, n_ubatch=n_ubatch, n_ubatches=n_ubatches, needs=needs, n_devices=n_devices
-    )
+    of_device = step_bytes - most_spread_bytes(shape, n_ubatches=n_ubatches, needs=needs, n_devices=n_devices)
     of_host = pinned = 0
     if n_tokens:
         of_device += spread_bytes(
             shape,
             n_ubatches=n_ubatches,
             n_tokens=n_tokens,
-            n_host_tokens=n_host_tokens,
             n_used=len(used),
             n_devices=n_devices,
         )
-        of_host = who_bytes(shape, n_ubatches) + 4 * n_host_tokens * shape.n_embd
+        of_host = who_bytes(shape, n_ubatches) + 4 * n_tokens * shape.n_embd
         pinned = len(used) * tally_bytes(shape, n_devices)
     if step_bytes:
         values = needs.normed_value_bytes

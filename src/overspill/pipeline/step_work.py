@@ -47,8 +47,8 @@ class StepWork(Work):
     inputs: dict[int, Buffer]
     _latest: dict[Resource, list[torch.Tensor]]
 
-    def begin_wave(self, n_on_cpu: int = 0) -> None:
-        super().begin_wave(n_on_cpu)
+    def begin_wave(self) -> None:
+        super().begin_wave()
         self._latest = {}
 
     def rows(self, resource: Resource, n_tokens: int) -> list[torch.Tensor]:

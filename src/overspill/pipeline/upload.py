@@ -70,12 +70,6 @@ class HostExperts:
         slot_of = np.where(mine, np.arange(self.n_experts, dtype=np.int32), np.int32(-1))
         return replace(self.in_place(), slot_of=slot_of)
 
-    def the_last(self, n: int) -> ExpertWeights:
-        """The experts with the highest ids, where they are, for the CPU."""
-        slot_of = np.arange(self.n_experts, dtype=np.int32)
-        slot_of[: self.n_experts - n] = -1
-        return replace(self.in_place(), slot_of=slot_of)
-
     def in_place(self) -> ExpertWeights:
         """All experts where they are, for the CPU; every part must be on the host."""
         gate, up, down = (part.stacked(part.buffer.host_tensor, self.n_experts) for part in self.host_parts)
@@ -131,14 +125,24 @@ def widened(
     Gate and up of an expert stand one behind the other, `[E', 2 F, D]`, so that one product can serve both.
     """
     shapes = [part.shape[1:] if part is not None else resident(i).shape[1:] for i, part in enumerate(experts.parts)]
-    n, (n_hidden, n_model) = len(ids), shapes[0]
+    gate, up, down = _plain_stacks(wide, len(ids), *shapes[0])
+    return ExpertWeights(gate, up, down, _slot_of(experts.n_experts, ids), vectors)
+
+
+def widened_alike(weights: ExpertWeights, wide: torch.Tensor) -> ExpertWeights:
+    """Room for experts whose slots only the device knows, laid out like `widened`."""
+    n, n_hidden, n_model = weights.gate.shape
+    gate, up, down = _plain_stacks(wide, n, n_hidden, n_model)
+    return replace(weights, gate=gate, up=up, down=down)
+
+
+def _plain_stacks(wide: torch.Tensor, n: int, n_hidden: int, n_model: int) -> tuple[QTensor, QTensor, QTensor]:
     n_bytes = n * 2 * n_hidden * n_model * WIDE_VALUE_BYTES
     both = QTensor.from_bytes(wide[:n_bytes], TensorType.BF16, (n, 2 * n_hidden, n_model))
     gate = QTensor(both.data[:, :n_hidden], TensorType.BF16, (n, n_hidden, n_model))
     up = QTensor(both.data[:, n_hidden:], TensorType.BF16, (n, n_hidden, n_model))
     rest = wide[n_bytes : n_bytes + n_bytes // 2]
-    down = QTensor.from_bytes(rest, TensorType.BF16, (n, n_model, n_hidden))
-    return ExpertWeights(gate, up, down, _slot_of(experts.n_experts, ids), vectors)
+    return gate, up, QTensor.from_bytes(rest, TensorType.BF16, (n, n_model, n_hidden))
 
 
 def _slot_of(n_experts: int, ids: Sequence[int]) -> NDArray[np.int32]:

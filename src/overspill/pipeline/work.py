@@ -15,6 +15,7 @@ import torch
 from overspill.cache.cells import Segment
 from overspill.cache.kv import KvCache
 from overspill.device.base import Buffer, Stream
+from overspill.gpu_memory import FEW_TOKENS
 from overspill.kernels import Ops
 from overspill.kernels.sharing import CacheState
 from overspill.models.base import HParams, Model, Routing, UbatchView, forward_layer
@@ -23,7 +24,7 @@ from overspill.pipeline.memory import Memory
 from overspill.pipeline.ring import PinnedRing
 from overspill.pipeline.schedule import Action, Verb
 from overspill.pipeline.split import Layout
-from overspill.pipeline.upload import HostExperts, staged, upload_parts, widened
+from overspill.pipeline.upload import HostExperts, staged, upload_parts, widened, widened_alike
 from overspill.pipeline.wave import Ubatch
 from overspill.quant.experts import ExpertWeights
 
@@ -53,7 +54,6 @@ class Work:
         self._rings = rings
         self._tables = tables
         self._slab_ids: dict[tuple[int, int], Sequence[int]] = {}
-        self._n_on_cpu = 0
         # Made by the first work of a wave, on its device, that needs them.
         self._views: defaultdict[tuple[int, int], list[UbatchView]] = defaultdict(list)
         self._caches: dict[int, KvCache] = {}
@@ -130,21 +130,17 @@ class Work:
         if ids:
             self._memory.history.add(ids, (Segment(slot, 0, len(ids)),))
 
-    def begin_wave(self, n_on_cpu: int = 0) -> None:
-        """Slabs hold the experts of the layout again, and nothing that depends on a former wave's positions is left.
-
-        n_on_cpu: see `WaveSchedule`.
-        """
+    def begin_wave(self) -> None:
+        """Slabs hold the experts of the layout again, and nothing that depends on a former wave's positions is left."""
         self._slab_ids.clear()
-        self._n_on_cpu = n_on_cpu
         self._views = defaultdict(list)
 
     def _ids_of(self, i_layer: int, i_slab: int) -> Sequence[int]:
         chosen = self._slab_ids.get((i_layer, i_slab))
         if chosen is not None:
             return chosen
-        slabs = self._layout.slabs[i_layer]
-        return range(slabs[i_slab].first, min(slabs[i_slab].last, slabs[-1].last - self._n_on_cpu))
+        slab = self._layout.slabs[i_layer][i_slab]
+        return range(slab.first, slab.last)
 
     def _one(self, resource: Resource) -> Buffer:
         (buffer,) = self._memory[resource]
@@ -267,25 +263,29 @@ class Work:
         def body() -> None:
             (out,) = self.rows(action.writes[0], ubatch.n_tokens)
             out = out.zero_() if action.writes[0][0] == "y" else self._model.added_to(out)
-            found = self._cached(action, ubatch, ops) if keeps else [self._fetched(action, ops)]
+            found = self._cached(action, ubatch, ops) if keeps else [self._fetched(action, ubatch, ops)]
             for weights in found:
                 self._model.experts(action.layer, out, self._routing(action, ubatch), weights, ops)
 
         return body
 
-    def _fetched(self, action: Action, ops: Ops) -> ExpertWeights:
+    def _fetched(self, action: Action, ubatch: Ubatch, ops: Ops) -> ExpertWeights:
         """What a party reads from host memory; the CPU reads it where it is."""
-        if action.n_experts >= 0:
-            return self._host_experts[action.layer].the_last(action.n_experts)
         who = self._who(action)
         if action.device == self._layout.host:
             return self._host_experts[action.layer].of_party(who, action.device)
-        return self._brought(action, ops, who)
+        return self._brought(action, ubatch, ops, who)
 
-    def _brought(self, action: Action, ops: Ops, who: torch.Tensor) -> ExpertWeights:
+    def _brought(self, action: Action, ubatch: Ubatch, ops: Ops, who: torch.Tensor) -> ExpertWeights:
         source = self._host_experts[action.layer].in_place()
-        room = self._one(("slot", action.device, action.slot)).tensor
-        return ops.fetch(source, who, action.device, room, self._model.expert_vectors(action.layer))
+        room, wide = self._one(("slot", action.device, action.slot)).tensor, ("wide", action.device)
+        weights = ops.fetch(source, who, action.device, room, self._model.expert_vectors(action.layer))
+        if wide not in action.writes or ubatch.n_tokens <= FEW_TOKENS:
+            return weights
+        assert ops.widen is not None
+        plain = widened_alike(weights, self._one(wide).tensor)
+        ops.widen(weights, plain)
+        return plain
 
     def _cached(self, action: Action, ubatch: Ubatch, ops: Ops) -> list[ExpertWeights]:
         """What lies in the owner's slots now, and, where they may be too few for a step, what found none."""
@@ -294,7 +294,7 @@ class Work:
         kept = ops.fill(source, state, slots, vectors)
         hp = self._model.hparams
         most = min(hp.n_expert, ubatch.n_tokens * hp.n_expert_used) * state.n_slices
-        return [kept] if most <= state.n_slots else [kept, self._brought(action, ops, state.rest)]
+        return [kept] if most <= state.n_slots else [kept, self._brought(action, ubatch, ops, state.rest)]
 
     def _add(self, action: Action, ubatch: Ubatch) -> Callable[[], None]:
         """What the other parties say, one after the other."""

@@ -102,10 +102,6 @@ def pinned_end_bytes(shape: ModelShape, sizes: ActivationBytes, n_ubatch: int) -
     return sizes.n_slots * (sizes.positions + max(1, sizes.expert_ids)) + logits_bytes(shape, n_ubatch)
 
 
-MAX_HYBRID_TOKENS: Final = 512
-"""Most tokens of whose experts the CPU may compute a part while the rest goes up."""
-
-
 def who_bytes(shape: ModelShape, n_ubatches: int) -> int:
     """i32 [M, E S]: who computes which slice of an expert."""
     return 4 * n_ubatches * shape.n_expert * MAX_SLICES
@@ -116,25 +112,21 @@ def tally_bytes(shape: ModelShape, n_devices: int) -> int:
     return 8 * shape.n_layer * (2 + n_devices)
 
 
-def spread_bytes(
-    shape: ModelShape, *, n_ubatches: int, n_tokens: int, n_host_tokens: int, n_used: int, n_devices: int
-) -> int:
+def spread_bytes(shape: ModelShape, *, n_ubatches: int, n_tokens: int, n_used: int, n_devices: int) -> int:
     """What an accelerator holds for experts of few tokens that several parties compute: who computes which; what each
-    of the `n_used` devices says of `n_tokens`, f32 [T, D], and the host of `n_host_tokens`; and a tally."""
-    said = 4 * shape.n_embd * (n_used * n_tokens + n_host_tokens)
+    of the `n_used` devices and the host say, f32 [T, D]; and a tally."""
+    said = 4 * shape.n_embd * (n_used + 1) * n_tokens
     return who_bytes(shape, n_ubatches) + said + tally_bytes(shape, n_devices)
 
 
-def most_spread_bytes(shape: ModelShape, *, n_ubatch: int, n_ubatches: int, needs: KernelNeeds, n_devices: int) -> int:
+def most_spread_bytes(shape: ModelShape, *, n_ubatches: int, needs: KernelNeeds, n_devices: int) -> int:
     """`spread_bytes` where all devices take part, as far as kernels let experts be spread at all."""
     if not needs.n_spread_tokens or not shape.is_moe:
         return 0
-    n_host_tokens = max(needs.n_spread_tokens, min(MAX_HYBRID_TOKENS, n_ubatch))
     return spread_bytes(
         shape,
         n_ubatches=n_ubatches,
         n_tokens=needs.n_spread_tokens,
-        n_host_tokens=n_host_tokens,
         n_used=n_devices,
         n_devices=n_devices,
     )

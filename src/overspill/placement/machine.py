@@ -41,6 +41,11 @@ class DeviceSpec:
     reserve_bytes: int = 0
     read_gbps: float | None = None
 
+    @property
+    def weights_gbps(self) -> float:
+        """Bandwidth at which it reads its own weights; if not measured, 1 byte per 160 FLOP of its products."""
+        return self.tflops * 1e3 / 160 if self.read_gbps is None else self.read_gbps
+
 
 @dataclass(frozen=True)
 class Machine:

@@ -153,7 +153,7 @@ def _demand(
         shape, n_ubatch=n_ubatch, n_wave=n_wave, has_output=True, normed_value_bytes=needs.normed_value_bytes
     )
     pinned_ends = pinned_end_bytes(shape, activations, n_ubatch)
-    spread = most_spread_bytes(shape, n_ubatch=n_ubatch, n_ubatches=activations.n_slots, needs=needs, n_devices=host)
+    spread = most_spread_bytes(shape, n_ubatches=activations.n_slots, needs=needs, n_devices=host)
     return Demand(
         fixed=tuple(a + b for a, b in zip(shape.dense_bytes, resident, strict=True)),
         movable=tuple(movable),

@@ -113,6 +113,11 @@ class ModelShape:
         """Weights of one layer's routed experts, 0 for a dense layer."""
         return self.routed_bytes[layer]
 
+    def expert_flops(self, layer: int) -> float:
+        """FLOPs per token in the routed experts, from the share of the layer's bytes that a token reads."""
+        read = self.expert_bytes(layer) * self.n_expert_used / max(1, self.n_expert)
+        return self.flops_per_token[layer] * read / (read + self.layer_bytes(layer))
+
     @cached_property
     def dense_bytes(self) -> tuple[int, ...]:
         """`layer_bytes` of all layers."""

@@ -36,10 +36,11 @@ _TORCH_ALIGNMENT = 16
 
 
 class SlotMap(NamedTuple):
-    """slot_of: int32 `[E]`, slot of each expert or -1. expert_of: int32 `[E']`, expert of each slot."""
+    """slot_of: int32 `[E]`, slot of each expert or -1. expert_of: int32 `[E']`, expert of each slot; None where the
+    host does not know it, and it is worked out if need be."""
 
     slot_of: torch.Tensor
-    expert_of: torch.Tensor
+    expert_of: torch.Tensor | None
 
 
 class SlotMaps:
@@ -52,7 +53,8 @@ class SlotMaps:
     def of(self, weights: ExpertWeights) -> SlotMap:
         """The maps of a stack. Sends them without waiting when they are new, which no graph capture allows."""
         n_slots = weights.gate.shape[0]
-        assert not isinstance(weights.slot_of, torch.Tensor)
+        if isinstance(weights.slot_of, torch.Tensor):
+            return SlotMap(weights.slot_of, None)
         slot_of = np.arange(n_slots, dtype=np.int32) if weights.slot_of is None else weights.slot_of
         key = (n_slots, slot_of.tobytes())
         if key not in self._maps:
@@ -116,10 +118,6 @@ class MoeOp:
         out: torch.Tensor,
     ) -> None:
         """See `kernels.Experts`; `out` is float32, its rows contiguous, `x` of any float."""
-        if isinstance(weights.slot_of, torch.Tensor):
-            assert can_add(len(x), weights.parts), "only few tokens have experts that the host does not know"
-            self._add_few(x, Pairs(ids, mix, weights.slot_of, weights.n_slices), weights, activation, out)
-            return
         plain = self._plain_of(weights)
         maps = self._maps.of(weights) if plain is None else plain.maps
         if can_add(x.shape[0], weights.parts):
@@ -202,5 +200,15 @@ def _widths(weights: ExpertWeights) -> tuple[int, int]:
 
 
 def _extras(vectors: ExpertVectors, maps: SlotMap, part: _Part) -> Extras:
-    expert_of = None if vectors.is_empty else maps.expert_of[part.first :]
-    return Extras(expert_of, vectors.scales, vectors.biases)
+    if vectors.is_empty:
+        return Extras(None, vectors.scales, vectors.biases)
+    known = _inverse(maps.slot_of, part.first + part.n) if maps.expert_of is None else maps.expert_of
+    return Extras(known[part.first :], vectors.scales, vectors.biases)
+
+
+def _inverse(slot_of: torch.Tensor, n_slots: int) -> torch.Tensor:
+    """The expert of each of the first slots; 0 where there is none."""
+    expert_of = torch.zeros(n_slots + 1, dtype=torch.int32, device=slot_of.device)
+    slots = torch.where((slot_of < 0) | (slot_of > n_slots), n_slots, slot_of)
+    experts = torch.arange(len(slot_of), dtype=torch.int32, device=slot_of.device)
+    return expert_of.scatter_(0, slots.long(), experts)[:n_slots]

@@ -22,6 +22,7 @@ from overspill.quant.qtensor import QTensor
 _N_PROGRAMS = 528
 _PIECE = 1024
 PAIRS = 16
+_FEW_PAIRS, _MANY_PAIRS = 256, 64
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
@@ -128,7 +129,8 @@ def divide(
 ) -> None:
     """`kernels.Divide`."""
     table = table_of(tuple(shares), ids.device, n_slices, whole)
-    constants = (len(who), block_of(len(who)), len(shares), n_slices, MAX_SLICES // n_slices, PARTS_OF_ONE, PAIRS)
+    n_at_once = PAIRS if ids.numel() <= _FEW_PAIRS else _MANY_PAIRS
+    constants = (len(who), block_of(len(who)), len(shares), n_slices, MAX_SLICES // n_slices, PARTS_OF_ONE, n_at_once)
     _divide_kernel((1,), (ids.contiguous(), table, who, tally, ids.numel()), constants, Tuning(n_warps=4))
 
 

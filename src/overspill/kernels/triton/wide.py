@@ -39,16 +39,24 @@ def widen(weights: ExpertWeights, buffer: torch.Tensor, *, dtype: torch.dtype = 
 
 
 def widen_into(source: ExpertWeights, target: ExpertWeights) -> None:
-    """Dequantise all experts of `source` into the plain stacks of `target`, which has the same shapes."""
+    """Dequantise the experts of `source` into the plain stacks of `target`, which has the same shapes.
+
+    Where the device alone knows which are there, those that are; they fill slots from the first one on.
+    """
+    offsets = None
+    if isinstance(source.slot_of, torch.Tensor):
+        n_there = (source.slot_of >= 0).sum(dtype=torch.int32)
+        slots = torch.arange(source.gate.shape[0] + 1, dtype=torch.int32, device=n_there.device)
+        offsets = torch.minimum(slots, n_there)
     for q, stack in zip(source.parts, target.parts, strict=True):
-        plain_into(q, stack)
+        plain_into(q, stack, offsets)
 
 
-def plain_into(source: QTensor, target: QTensor) -> None:
-    """Dequantise a matrix, or a stack of them, into one of bfloat16."""
+def plain_into(source: QTensor, target: QTensor, offsets: torch.Tensor | None = None) -> None:
+    """Dequantise a matrix, or a stack of them, into one of bfloat16. offsets: see `dequantize_into`."""
     view = plain_view(target, torch.bfloat16)
     assert view is not None
-    dequantize_into(source, view)
+    dequantize_into(source, view, offsets=offsets)
 
 
 def gate_up_of(stacks: Stacks) -> torch.Tensor | None:
