@@ -9,14 +9,13 @@ import torch
 
 from overspill.cache.cells import CellType
 from overspill.device.base import Device, Devices
-from overspill.device.factory import kind_of, open_devices
+from overspill.device.factory import open_devices
 from overspill.device.handoff import failing_pairs
 from overspill.device.topology import Sample, measure
 from overspill.kernels import Ops, cpu
 from overspill.needs import Weight, cell_type, has_gpus
 from overspill.options import Options
 from overspill.pipeline.memory import Precision
-from overspill.pipeline.steps import n_step_threads
 from overspill.placement.machine import GPU_ISSUE_US, DeviceSpec, Machine
 from overspill.quant.qtensor import QTensor
 
@@ -114,8 +113,6 @@ def open_for(options: Options) -> Devices:
     """The devices that the options name, with their share of the CPU's threads; the caller closes them."""
     spec = "cpu" if options.devices == "none" else options.devices
     n_threads = n_threads_for(options)
-    if kind_of(spec) == _GPU:  # who waits for a thread that the issuing one has displaced waits for milliseconds
-        n_threads = n_step_threads(n_threads)
     cpu.use_threads(n_threads)
     cpu.use_threads_by_default(n_threads)
     memory = None if options.device_memory is None else ",".join(map(str, options.device_memory))

@@ -100,11 +100,6 @@ def _parse_size(part: str, text: str) -> int:
     return int(Fraction(match[1] + (match[2] or "")) * _UNITS[match[3]])
 
 
-def kind_of(spec: str) -> str:
-    """Of the devices that `--devices` names: cpu, cuda, virtual or null. `UserError` for other texts."""
-    return _parse_spec(spec)[0]
-
-
 def _parse_spec(spec: str) -> tuple[str, tuple[int, ...]]:
     """The kind of device and its numbers: a count for virtual and null, indices for cuda (none: all)."""
     text = spec.strip().lower()

@@ -191,11 +191,12 @@ class _Emitter:
         writes, n_slices = (*routed[1:], ("tally", owner), *kept), self._schedule.n_slices
         yield Action(Verb.DIVIDE, stream, routed[:1], writes, layer=layer, ubatch=m, shares=shares, n_slices=n_slices)
         for p in helpers:
-            told = tuple((name, p, m) for name in ("route", "who"))
-            yield self._pass(owner, p, m, routed, told)
+            yield self._pass(owner, p, m, routed, tuple((name, p, m) for name in ("route", "who")))
             yield self._share(p, layer, m, (), (("y", p),))
+        # Its own reading would hold up what the others are told until it ends, so it waits for that.
+        told = tuple(("who", p, m) for p in helpers)
         x = ("x", owner, m)
-        yield self._share(owner, layer, m, (x,), (x, *kept))
+        yield self._share(owner, layer, m, (x, *told), (x, *kept))
         yield from self._move(following, m)
         terms: list[Resource] = [("x", following, m)]
         for p in helpers:
@@ -207,11 +208,11 @@ class _Emitter:
             yield Action(Verb.ADD, adding, tuple(terms), tuple(terms[:1]), layer=layer, ubatch=m)
 
     def _share(
-        self, party: int, layer: int, m: int, added_to: tuple[Resource, ...], writes: tuple[Resource, ...]
+        self, party: int, layer: int, m: int, reads: tuple[Resource, ...], writes: tuple[Resource, ...]
     ) -> Action:
         room: tuple[Resource, ...] = () if party == self._layout.host else (("slot", party, 0),)
         room += (("wide", party),) if room and self._schedule.widen else ()
-        reads = (("route", party, m), ("who", party, m), *added_to)
+        reads = (("route", party, m), ("who", party, m), *reads)
         stream = StreamId(party, Lane.COMPUTE)
         writes, n_slices = (*writes, *room), self._schedule.n_slices
         return Action(Verb.SHARE, stream, reads, writes, layer=layer, ubatch=m, slot=0, n_slices=n_slices)
