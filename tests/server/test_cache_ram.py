@@ -45,6 +45,8 @@ def test_conversations_take_turns_in_a_slot(one: Served) -> None:
     assert ask(one, SECOND) == (texts[1], 80)
     assert [now - then for now, then in zip(counted(one), before, strict=True)] == [2, 2, 144, 2]
     assert one.metric("overspill:image_bytes") == 2 << 20
+    images = one.client.get("/status").json()["images"]
+    assert (images["n"], images["bytes"], images["total_bytes"]) == (2, 2 << 20, 2 << 20)
 
 
 def test_a_client_that_leaves_costs_no_image_its_bytes(one: Served) -> None:

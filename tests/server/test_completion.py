@@ -47,6 +47,31 @@ def test_a_stream_is_the_whole(served: Served) -> None:
     assert "[DONE]" not in pieces
 
 
+@pytest.mark.parametrize("path", ["/completion", "/v1/completions", "/v1/chat/completions"])
+def test_timings_come_with_each_chunk_where_they_are_wanted(served: Served, path: str) -> None:
+    said = {"messages": [{"role": "user", "content": PROMPT}]} if "chat" in path else {"prompt": PROMPT}
+    events = [e for e in served.events(path, **said, **GREEDY, cache_prompt=False) if e != "[DONE]"]
+    assert [i for i, event in enumerate(events) if "timings" in event] == [len(events) - 1]
+
+    asked = {**said, **GREEDY, "cache_prompt": False, "timings_per_token": True, "return_progress": True}
+    events = [e for e in served.events(path, **asked) if e != "[DONE]"]
+    reading = [event for event in events if "prompt_progress" in event]
+    assert [e["timings"]["prompt_n"] for e in reading] == [e["prompt_progress"]["processed"] for e in reading]
+    told = [event["timings"] for event in events if "timings" in event and "prompt_progress" not in event]
+    counts = [timings["predicted_n"] for timings in told]
+    assert counts == sorted(counts)
+    assert counts[0] <= 2
+    assert counts[-1] == 24
+    assert len(set(counts)) > 12
+    assert all(timings.keys() == told[-1].keys() for timings in told)
+    assert {timings["prompt_n"] for timings in told} == {reading[-1]["prompt_progress"]["total"]}
+    written = [timings["predicted_ms"] for timings in told]
+    assert written == sorted(written)
+    for timings in told:
+        steps, ms = timings["predicted_n"] - 1, timings["predicted_ms"]
+        assert timings["predicted_per_second"] == pytest.approx(1e3 * steps / ms if ms else 0)
+
+
 def test_openai_streams_end_with_done(served: Served) -> None:
     messages = [{"role": "user", "content": "x"}]
     assert served.events("/v1/completions", prompt="x", **GREEDY)[-1] == "[DONE]"

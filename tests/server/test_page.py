@@ -20,6 +20,7 @@ from overspill.server.status import drawn
 from tests.helpers.browser import CHROMIUM, Tab, browsing
 from tests.server.scripted import Says
 from tests.server.served import MODEL, Served, open_model, serving, wait_until
+from tests.server.test_cache_ram import FIRST, SECOND, open_one
 
 ASK = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0, "max_tokens": 8}
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: Debian's package is called chromium")
@@ -215,6 +216,18 @@ def test_stop_ends_the_answer_and_frees_the_slot(page: Tab, served: Served) -> N
     served.wait_until_idle()
     assert page.run("document.querySelector('#send').disabled") is False
     assert page.errors == []
+
+
+@needs_browser
+def test_saved_slots_are_shown(tab: Tab, page: Tab) -> None:
+    assert page.run("document.querySelector('#images').hidden") is True
+    with serving(open_llm=open_one) as one:
+        for ids in (FIRST, SECOND, FIRST):
+            one.ask("/completion", prompt=ids, temperature=0, max_tokens=2)
+        tab.open(one.url + "/")
+        tab.wait("document.querySelector('#images').textContent !== ''")
+        assert text_of(tab, "#images") == "2 saved slots, 2 MiB of 2 MiB host RAM; 1 time one was used again"
+        assert tab.run("document.querySelector('#images').hidden") is False
 
 
 @needs_browser

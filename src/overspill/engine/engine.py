@@ -246,7 +246,7 @@ class Engine:
         finished = self._scheduler.commit(wave, {slot: draw.id for slot, draw in draws.items()})
         self._mark_done(sequences, draws)
         events: list[Event] = [_progress(s) for s in prompts]
-        events += [_token(s, draws[s.slot]) for s in sequences if s.slot in draws]
+        events += [self._token(s, draws[s.slot]) for s in sequences if s.slot in draws]
         events += [self._end(s, reason) for s, reason in finished]
         return events + [self._abort(s, reason, message) for s, reason, message in ended]
 
@@ -292,6 +292,12 @@ class Engine:
 
     # --- going out
 
+    def _token(self, sequence: Sequence, draw: Draw) -> TokenEvent:
+        run, is_stop = self._runs[sequence.request.id], draw.id in sequence.stop_ids
+        assert run.last_token_s is not None
+        timings = run.timings(run.last_token_s)
+        return TokenEvent(sequence.request.id, draw.id, draw.logprob, draw.top, is_stop, timings)
+
     def _fail(self, error: Exception) -> list[Event]:
         """The device did not compute a wave: all requests in slots end, and no cells anywhere are trusted any more."""
         self.failed = _one_line(error)
@@ -328,10 +334,6 @@ class Engine:
 
 def _progress(sequence: Sequence) -> ProgressEvent:
     return ProgressEvent(sequence.request.id, sequence.n_done, sequence.n_prompt, sequence.n_reused)
-
-
-def _token(sequence: Sequence, draw: Draw) -> TokenEvent:
-    return TokenEvent(sequence.request.id, draw.id, draw.logprob, draw.top, draw.id in sequence.stop_ids)
 
 
 def _slot_state(slot: int, sequence: Sequence | None) -> SlotState:

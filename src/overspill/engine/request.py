@@ -87,7 +87,8 @@ class TokenEvent:
 
     logprob: natural log of its probability under the raw logits, before bias, penalties and temperature (after all of
     them with `post_sampling_probs`); always finite.
-    top: the `n_probs` likeliest (id, logprob), best first. is_stop: an end id, to be counted but not shown.
+    top: the `n_probs` likeliest (id, logprob), best first. is_stop: an end id, to be counted but not shown. timings: of
+    the request so far.
     """
 
     request_id: str
@@ -95,6 +96,7 @@ class TokenEvent:
     logprob: float
     top: TopLogprobs = ()
     is_stop: bool = False
+    timings: Timings = field(default_factory=Timings, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from overspill.engine.request import DoneEvent, TokenEvent
+from overspill.engine.request import DoneEvent, Timings, TokenEvent
 from overspill.text.stream import TextStream
 from overspill.text.tokenizer import Tokenizer
 
@@ -35,7 +35,7 @@ class _Pending(NamedTuple):
 
 class Answer:
     """index: its place among the choices. shown_ids: control tokens to be seen. has_probs: logprobs are told as
-    probabilities. is_late: it was ended because of the time it took. Feed it until `done` is set."""
+    probabilities. is_late: it was ended because of the time it took. timings: so far. Feed it until `done` is set."""
 
     def __init__(
         self,
@@ -53,6 +53,7 @@ class Answer:
         self.token_ids: list[int] = []
         self.logprobs: list[dict[str, Any]] = []
         self.done: DoneEvent | None = None
+        self.timings = Timings()
         self.is_late = False
         self.has_logprobs = has_logprobs
         self._has_probs = has_probs
@@ -91,6 +92,7 @@ class Answer:
     def push(self, event: TokenEvent) -> Piece:
         """Take a token; nothing is taken after a stop string."""
         self.token_ids.append(event.token_id)
+        self.timings = event.timings
         if self.has_logprobs:
             self._remember(event)
         text = "" if event.is_stop else self._stream.push(event.token_id)
@@ -98,7 +100,7 @@ class Answer:
 
     def finish(self, done: DoneEvent) -> Piece:
         """The rest, which was held back."""
-        self.done = done
+        self.done, self.timings = done, done.timings
         return self._piece(self._stream.finish(), [], is_last=True)
 
     def _piece(self, text: str, token_ids: list[int], *, is_last: bool) -> Piece:

@@ -111,6 +111,7 @@ class SamplingFields(Body):
     cache_prompt: Flag = True
     id_slot: Whole = Field(-1, ge=-1)
     return_progress: Flag = False
+    timings_per_token: Flag = False
     return_tokens: Flag = False
     post_sampling_probs: Flag = False
     t_max_predict_ms: Number = -1

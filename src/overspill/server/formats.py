@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from overspill.engine.request import Timings
 from overspill.server.answers import Answer, Piece
 from overspill.server.errors import ApiError
+from overspill.server.fields import SamplingFields
 from overspill.server.generation import Progress
 
 FINGERPRINT = "overspill"
@@ -77,6 +78,24 @@ def timings_of(answers: Sequence[Answer]) -> dict[str, float]:
     return timings_dict(_done(answers[-1]).timings)
 
 
+def timings_so_far(body: SamplingFields, answer: Answer) -> dict[str, Any]:
+    """What a chunk has besides, where the request wants timings with each."""
+    return {"timings": timings_dict(answer.timings)} if body.timings_per_token else {}
+
+
+def progress_of(body: SamplingFields, progress: Progress) -> dict[str, Any]:
+    """What a chunk has that tells how far a prompt is."""
+    so_far = {
+        "total": progress.n_total,
+        "cache": progress.n_cached,
+        "processed": progress.n_done,
+        "time_ms": progress.time_ms,
+    }
+    read = Timings(cache_n=progress.n_cached, prompt_n=progress.n_done - progress.n_cached, prompt_ms=progress.time_ms)
+    timings = {"timings": timings_dict(read)} if body.timings_per_token else {}
+    return {"prompt_progress": so_far} | timings
+
+
 def usage_of(answers: Sequence[Answer], n_per_prompt: int) -> dict[str, Any]:
     """Tokens of all answers; a prompt counts once, however many answers it has."""
     n_prompt = sum(len(answer.prompt_ids) for answer in answers[::n_per_prompt])
@@ -87,16 +106,6 @@ def usage_of(answers: Sequence[Answer], n_per_prompt: int) -> dict[str, Any]:
         "prompt_tokens": n_prompt,
         "total_tokens": n_prompt + n_generated,
         "prompt_tokens_details": {"cached_tokens": n_cached},
-    }
-
-
-def progress_dict(progress: Progress) -> dict[str, float]:
-    """The `prompt_progress` object."""
-    return {
-        "total": progress.n_total,
-        "cache": progress.n_cached,
-        "processed": progress.n_done,
-        "time_ms": progress.time_ms,
     }
 
 

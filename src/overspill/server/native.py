@@ -8,7 +8,7 @@ from typing import Any
 from overspill.engine.params import SamplingParams
 from overspill.server.answers import Answer, Piece
 from overspill.server.fields import NativeBody
-from overspill.server.formats import UnnamedEvents, progress_dict, timings_dict
+from overspill.server.formats import UnnamedEvents, progress_of, timings_dict, timings_so_far
 from overspill.server.generation import Job, Progress
 from overspill.server.params import RANDOM_SEED
 from overspill.text.tokenizer import Tokenizer
@@ -28,13 +28,13 @@ class NativeFormat(UnnamedEvents):
     def progress(self, answer: Answer, progress: Progress) -> list[dict[str, Any]]:
         if not self._body.return_progress:
             return []
-        return [self._partial(answer, Piece("", [], [])) | {"prompt_progress": progress_dict(progress)}]
+        return [self._partial(answer, Piece("", [], [])) | progress_of(self._body, progress)]
 
     def piece(self, answer: Answer, piece: Piece) -> list[dict[str, Any]]:
-        return [self._partial(answer, piece)]
+        return [self._partial(answer, piece) | timings_so_far(self._body, answer)]
 
     def end(self, answer: Answer, piece: Piece) -> list[dict[str, Any]]:
-        held_back = [self._partial(answer, piece)] if piece.text or piece.logprobs else []
+        held_back = self.piece(answer, piece) if piece.text or piece.logprobs else []
         told: dict[str, Any] = {"content": "", "tokens": []}
         if answer.has_logprobs:
             told["completion_probabilities"] = []
@@ -74,6 +74,7 @@ class NativeFormat(UnnamedEvents):
             "generation_settings": settings_dict(self._job.params, self._body.stop)
             | {
                 "stream": self._body.stream,
+                "timings_per_token": self._body.timings_per_token,
                 "seed": self._seed(answer),
                 "dry_sequence_breakers": self._body.dry_sequence_breakers,
             },

@@ -13,8 +13,9 @@ from overspill.server.formats import (
     finish_reason,
     new_id,
     now_s,
-    progress_dict,
+    progress_of,
     timings_of,
+    timings_so_far,
     usage_of,
 )
 from overspill.server.generation import Job, Progress
@@ -41,7 +42,7 @@ class ChatFormat(UnnamedEvents):
     def progress(self, answer: Answer, progress: Progress) -> list[dict[str, Any]]:
         if not self._body.return_progress:
             return []
-        return [*self._opening(answer), self._chunk(answer, {}) | {"prompt_progress": progress_dict(progress)}]
+        return [*self._opening(answer), self._chunk(answer, {}) | progress_of(self._body, progress)]
 
     def piece(self, answer: Answer, piece: Piece) -> list[dict[str, Any]]:
         return self._pieces(answer, self._message(answer).push, piece)
@@ -77,11 +78,13 @@ class ChatFormat(UnnamedEvents):
     def _pieces(
         self, answer: Answer, read: Callable[[str], list[dict[str, Any]]], piece: Piece
     ) -> list[dict[str, Any]]:
-        """A chunk for each delta, the first with the logprobs."""
+        """A chunk for each delta, the first with the logprobs, the last with the timings."""
         chunks = self._opening(answer)
         deltas = read(piece.text) or ([{"content": ""}] if piece.logprobs else [])
         for i, delta in enumerate(deltas):
             chunks.append(self._chunk(answer, delta, logprobs=() if i else piece.logprobs))
+        if deltas:
+            chunks[-1] |= timings_so_far(self._body, answer)
         return chunks
 
     def _chunk(

@@ -13,8 +13,9 @@ from overspill.server.formats import (
     finish_reason,
     new_id,
     now_s,
-    progress_dict,
+    progress_of,
     timings_of,
+    timings_so_far,
     usage_of,
 )
 from overspill.server.generation import Job, Progress
@@ -42,13 +43,15 @@ class TextFormat(UnnamedEvents):
     def progress(self, answer: Answer, progress: Progress) -> list[dict[str, Any]]:
         if not self._body.return_progress:
             return []
-        return [self._chunk(answer, Piece("", [], []), None) | {"prompt_progress": progress_dict(progress)}]
+        return [self._chunk(answer, Piece("", [], []), None) | progress_of(self._body, progress)]
 
     def piece(self, answer: Answer, piece: Piece) -> list[dict[str, Any]]:
         if self._body.echo and answer.index not in self._echoed:
             self._echoed.add(answer.index)
             piece = piece._replace(text=self._prompt(answer) + piece.text)
-        return [self._chunk(answer, piece, None)] if piece.text or piece.logprobs else []
+        if not (piece.text or piece.logprobs):
+            return []
+        return [self._chunk(answer, piece, None) | timings_so_far(self._body, answer)]
 
     def end(self, answer: Answer, piece: Piece) -> list[dict[str, Any]]:
         last = self._chunk(answer, Piece("", [], []), finish_reason(answer))

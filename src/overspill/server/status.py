@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import Any
 
+from overspill.cache.images import BLOCK_BYTES
 from overspill.device.base import Span
 from overspill.device.lane import Lane
 from overspill.llm import LLM
@@ -30,6 +31,7 @@ def status_dict(host: Host, counters: dict[str, Any], age_s: float) -> dict[str,
         "plan": _plan(llm),
         "devices": _devices(llm, counters),
         "requests": _requests(host.totals.counts) | {"waiting": llm.status.n_waiting},
+        "images": _images(llm),
         "counters": counters,
         "counters_age_s": age_s,
         "trouble": host.trouble,
@@ -93,6 +95,20 @@ def _requests(counts: Counts) -> dict[str, Any]:
         "prompt_seconds": counts.prompt_s,
         "generated_tokens": counts.n_predicted,
         "generated_seconds": counts.predicted_s,
+    }
+
+
+def _images(llm: LLM) -> dict[str, int]:
+    """What slots held, kept in host RAM; all zero without `--cache-ram`."""
+    counts = llm.status.images
+    return {
+        "n": counts.n_images,
+        "bytes": counts.n_bytes,
+        "total_bytes": counts.n_blocks_total * BLOCK_BYTES,
+        "saved": counts.n_saved,
+        "loaded": counts.n_loaded,
+        "dropped": counts.n_dropped,
+        "tokens_loaded": counts.n_tokens_loaded,
     }
 
 

@@ -253,6 +253,8 @@ function show(status, slots) {
   $("devices").replaceChildren(...status.devices.map((device) => deviceView(device, wave)));
   showWave(wave, plan);
   $("slots").replaceChildren(...slots.map((slot) => make("li", slotText(slot))));
+  $("images").textContent = imagesText(status.images);
+  $("images").hidden = !status.images.total_bytes;
   last = status;
 }
 
@@ -372,6 +374,12 @@ function slotText(slot) {
   if (!slot.is_processing) return `${slot.id}: idle`;
   const read = slot.n_prompt_tokens_cache + slot.n_prompt_tokens_processed;
   return `${slot.id}: ${read} of ${slot.n_prompt_tokens} tokens read, ${slot.next_token[0].n_decoded} written`;
+}
+
+// What slots held and host RAM keeps (--cache-ram).
+function imagesText(images) {
+  return `${plural(images.n, "saved slot")}, ${bytes(images.bytes)} of ${bytes(images.total_bytes)} host RAM; ` +
+    `${plural(images.loaded, "time")} one was used again`;
 }
 
 const plural = (n, one, many = `${one}s`) => `${n} ${n === 1 ? one : many}`;
