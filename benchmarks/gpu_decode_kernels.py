@@ -1,6 +1,6 @@
 """Checks and times the kernels of decoding on one GPU, each next to the least time its bytes can take.
 
-    python benchmarks/gpu_decode_kernels.py [--only check dense route experts chain] [--tune] [--out FILE]
+    python benchmarks/gpu_decode_kernels.py [--only check dense route experts chain cells] [--tune] [--out FILE]
 
 Sizes are those of qwen3-30b-a3b: 48 layers, 2048 wide, 32 / 4 heads of 128, 8 of 128 experts of 768, dense matrices in
 bfloat16, experts in Q8_0. A call is recorded many times in one CUDA graph, each on weights of its own, so that they
@@ -34,6 +34,7 @@ from overspill.kernels.triton.tuning import EXPERT_DOWN, EXPERT_GATE_UP, ROUTER,
 from overspill.kernels.triton.workspace import Workspace
 from overspill.quant.dequant import dequantize
 from overspill.quant.experts import NO_LIMIT, NO_VECTORS, Activation, ExpertVectors, ExpertWeights
+from overspill.quant.q8_rows import decode, encode
 from overspill.quant.qtensor import QTensor
 
 T = TensorType
@@ -387,12 +388,37 @@ def chain(lines: Lines, is_tuning: bool) -> None:
             launch.CHAIN_FROM = usual
 
 
+def cells(lines: Lines, is_tuning: bool) -> None:
+    """Attention of a step over long sequences, for each kind of cells; and what prompts decode first."""
+    ops, n_cells, position = make_ops(CUDA), 1 << 15, 30_000
+    for n_tokens in (1, 8):
+        q, k, v = normal(n_tokens, H, A), *(normal(n_tokens, G, n_cells, A, dtype=BF16) for _ in range(2))
+        steps = Steps(
+            torch.arange(n_tokens, dtype=torch.int32, device=CUDA),
+            torch.full((n_tokens,), position, dtype=torch.int32, device=CUDA),
+        )
+        for kind in ("bf16", "f16", "q8_0"):
+            stored = {"bf16": lambda x: x, "f16": lambda x: x.half(), "q8_0": encode}[kind](torch.stack([k, v]))
+            seen = (decode(stored, A) if kind == "q8_0" else stored)[:, :, :, : position + 1].double()
+            wanted = torch.stack(
+                [ref.attention(q[t : t + 1].double(), *seen[:, t], scale=A**-0.5)[0] for t in range(n_tokens)]
+            )
+            run = partial(ops.attend_steps, q, *stored, A, steps, scale=A**-0.5)  # type: ignore[misc, arg-type]
+            lines.checked("attend_steps", run(), wanted, 8e-3, cells=kind, tokens=n_tokens)
+            n_bytes = stored[..., : position + 1, :].numel() * stored.element_size()
+            lines.timed("attend_steps", graph_us([run], 8), n_bytes, cells=kind, tokens=n_tokens)
+            if kind == "q8_0" and n_tokens == 1:
+                read = partial(ops.q8_rows.read, list(stored[:, 0, :, : position + 1]), (A, A))
+                lines.timed("decode for prompts", graph_us([read], 8), n_bytes * (1 + 2 * 32 / 34), cells=kind)
+
+
 SECTIONS: dict[str, Callable[[Lines, bool], None]] = {
     "check": lambda lines, is_tuning: check(lines),
     "dense": dense,
     "route": route,
     "experts": experts,
     "chain": chain,
+    "cells": cells,
 }
 
 
