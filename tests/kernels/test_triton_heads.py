@@ -104,6 +104,19 @@ def test_choice_of_experts(n_experts: int, n_used: int, case: dict[str, Any]) ->
     assert_near(mix, wanted_mix)
 
 
+@pytest.mark.parametrize("gating", [1, 2, 3, 4])
+@pytest.mark.parametrize("n_expert", [16, 20])
+def test_ids_exist_and_differ_whatever_the_logits(n_expert: int, gating: int) -> None:
+    """Broken weights make NaN; experts that do not exist would be read."""
+    nan, inf = float("nan"), float("inf")
+    logits = torch.randn(5, n_expert, generator=torch.Generator().manual_seed(1))
+    logits[1], logits[2, 3:], logits[3], logits[4, ::2] = nan, nan, -inf, inf
+    ids, _ = pick_experts(logits.to(DEVICE), Choice(4, gating))
+    assert ((ids >= 0) & (ids < n_expert)).all()
+    assert all(len(set(row)) == 4 for row in ids.tolist())
+    assert set(ids[2].tolist()) >= {0, 1, 2}
+
+
 def test_of_equal_logits_the_lower_id_comes_first() -> None:
     ids, mix = pick_experts(torch.zeros(3, 20, device=DEVICE), Choice(4))
     assert ids.tolist() == [[0, 1, 2, 3]] * 3

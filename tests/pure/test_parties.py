@@ -102,15 +102,19 @@ def test_all_experts_are_shared_out_and_never_later_than_by_links(machine: Machi
         assert needed(with_host, dict(shares)) <= links_us
 
 
-def test_many_tokens_bound_the_cpu_by_its_products_and_gpus_by_what_they_dequantise() -> None:
-    """1000 GFLOP/s, of which half; 100 TFLOP/s; 5 MB read at 50 GB/s, and 15 MB moved at 1000 GB/s."""
+def test_gpus_dequantise_what_many_tokens_meet() -> None:
+    """5 MB read at 50 GB/s, 15 MB moved at 1000 GB/s, and a GFLOP at 100 TFLOP/s."""
     device = replace(make_machine(24).devices[0], tflops=100.0, read_gbps=1000.0)
-    rates = PartyRates(16, (50.0,), (50.0,), 50.0, 10.0)
-    machine = replace(make_machine(24), devices=(device,), cpu_gflops=1000.0, party_rates=(rates,))
-    expert = ExpertLoad(5e6, 1e9)
-    few, many = (parties_of(machine, 0, (1,), (0,), n, expert) for n in (16, 17))
-    assert [p.expert_us for p in few] == pytest.approx([100.0, 100.0])
-    assert [p.expert_us for p in many] == pytest.approx([100.0 + 15.0 + 10.0, 2000.0])
+    machine = replace(make_machine(24), devices=(device,), party_rates=(PartyRates(16, (50.0,), (50.0,), 50.0, 10.0),))
+    few, many = (parties_of(machine, 0, (), (0,), n, ExpertLoad(5e6, 1e9)) for n in (16, 17))
+    assert [p.expert_us for p in (*few, *many)] == pytest.approx([100.0, 125.0])
+
+
+def test_the_cpu_takes_part_for_few_tokens() -> None:
+    machine = replace(make_machine(24, 24), party_rates=(PartyRates(16, (50.0,) * 2, (50.0,) * 2, 500.0, 10.0),))
+    few, many = (spread(SHAPE, machine, layout(2), SCHEDULE, n, spreads_alone=False).shares for n in (16, 17))
+    assert all(2 in dict(shares) for shares in few[:N_LAYER] if shares)
+    assert all(2 not in dict(shares) for shares in many)
 
 
 def test_a_cpu_too_slow_for_one_expert_gets_none_and_leaves_the_links_at_their_own_rates() -> None:

@@ -127,8 +127,8 @@ def measure(llm: LLM, test: Test, repetitions: int, ids: Sequence[int] | None = 
         raise UserError(f"{test.name} needs {test.n_tokens + test.n_depth} cells, the context has {llm.sizes.n_cells}")
     started = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
     samples = []
-    prompt = _ids(llm, test, ids)
     for i in range(repetitions + 1):
+        prompt = _ids(llm, test, ids, i)
         _run_prompt(llm, prompt[: test.n_depth], first_pos=0)
         llm.runner.synchronize_host()
         llm.reset_counters()
@@ -140,10 +140,11 @@ def measure(llm: LLM, test: Test, repetitions: int, ids: Sequence[int] | None = 
     return Result(test, _facts(llm), tuple(samples), llm.counters(), _predict(llm, test), started)
 
 
-def _ids(llm: LLM, test: Test, ids: Sequence[int] | None) -> list[int]:
+def _ids(llm: LLM, test: Test, ids: Sequence[int] | None, repetition: int) -> list[int]:
+    """Other random ones in each repetition, so that none finds what the one before has left in a cache."""
     n = test.n_depth + test.n_tokens
     if ids is None:
-        return [int(t) for t in np.random.default_rng(0).integers(0, llm.hparams.n_vocab, n)]
+        return [int(t) for t in np.random.default_rng(repetition).integers(0, llm.hparams.n_vocab, n)]
     return [ids[i % len(ids)] for i in range(n)]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from overspill.gpu_memory import FEW_TOKENS
-from overspill.placement.machine import Machine
+from overspill.placement.machine import DeviceSpec, Machine
 from overspill.placement.rates import PartyRates
 
 HAND_OFF_US = 20.0
@@ -29,10 +29,6 @@ host memory too, where that was not measured (once it was: about 40 of 150 GB/s 
 _CPU_AT_MOST = 0.8
 """Of the rate of a link, likewise: rates of samples that caches hold mislead."""
 
-
-_OF_GFLOPS = 0.5
-"""Of the CPU's products for many tokens, what those of a few tokens for each of many experts reach beside links: a
-guess on the safe side, as a part that is too large for the CPU makes everybody wait."""
 
 _MOVED = 3.0
 """Bytes of device memory read and written to dequantise an expert, by its own; from FEW_TOKENS on."""
@@ -102,18 +98,14 @@ def parties_of(
         letters = 0.0 if number == owner else 2 * _LETTER_US
         fixed = rates.cpu_call_us if number == host else _PART_US
         read_us = expert.n_bytes / (rates.cpu_gbps if number == host else links[number]) / 1e3
-        product_us = _product_us(machine, number, expert) if n_tokens > FEW_TOKENS else 0.0
-        # The CPU multiplies what it reads; what a device reads is dequantised and multiplied when all of it is there.
-        expert_us = max(read_us, product_us) if number == host else read_us + product_us
-        parties.append(Party(number, letters, fixed, expert_us))
+        # What a device reads is dequantised and multiplied when all of it is there.
+        product_us = _product_us(machine.devices[number], expert) if n_tokens > FEW_TOKENS and number != host else 0.0
+        parties.append(Party(number, letters, fixed, read_us + product_us))
     return parties
 
 
-def _product_us(machine: Machine, number: int, expert: ExpertLoad) -> float:
+def _product_us(device: DeviceSpec, expert: ExpertLoad) -> float:
     """Of an expert that many tokens meet; what a few take is in the rates, or in `_PART_US`."""
-    if number == machine.host_index:
-        return expert.n_flops / machine.cpu_gflops / _OF_GFLOPS / 1e3
-    device = machine.devices[number]
     return _MOVED * expert.n_bytes / device.weights_gbps / 1e3 + expert.n_flops / device.tflops / 1e6
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from overspill.gpu_memory import FEW_TOKENS
 from overspill.pipeline.parties import ExpertLoad, Party, divided, n_experts_met, parties_of, slowest_us
 from overspill.pipeline.schedule import Policy, Shares, WaveSchedule
 from overspill.pipeline.split import Layout
@@ -31,6 +32,7 @@ def spread(
 ) -> WaveSchedule:
     """The schedule with the shares of everybody, by owner of a layer, for waves of so many tokens.
 
+    The CPU takes part for few tokens: with more, its products take longer than links need for the same experts.
     spreads_alone: see `KernelNeeds`.
     """
     owners, n_met = owners_of(layout), n_experts_met(shape.n_expert, shape.n_expert_used, n_tokens)
@@ -46,11 +48,10 @@ def spread(
                 sum(shape.expert_bytes(i) for i in layers) / len(layers) / shape.n_expert,
                 sum(shape.expert_flops(i) for i in layers) / len(layers) * n_tokens / n_met,
             )
-            links = parties_of(machine, owner, others, (owner, *others), n_tokens, expert)
-            with_cpu = (*others, machine.host_index)
-            everybody = parties_of(machine, owner, with_cpu, (owner, *others), n_tokens, expert)
+            helpers = [others] if n_tokens > FEW_TOKENS else [others, (*others, machine.host_index)]
+            choices = [parties_of(machine, owner, h, (owner, *others), n_tokens, expert) for h in helpers]
             n_missed = max(1, round(n_met * missed(schedule, shape, owner)))
-            shares.append(_shares(links, everybody, n_missed, n_slices))
+            shares.append(_soonest(choices, n_missed, n_slices, machine.host_index))
         else:
             shares.append(())
     return replace(schedule, policy=Policy.SPREAD, shares=tuple(shares), n_slices=n_slices)
@@ -66,16 +67,10 @@ def missed(schedule: WaveSchedule, shape: ModelShape, owner: int) -> float:
     return 1.0 - sum(schedule.n_cached[owner : owner + 1]) / shape.n_expert
 
 
-def _shares(links: list[Party], everybody: list[Party], n_experts: int, n_slices: int) -> Shares:
-    """By links alone, or with the CPU, the last of all, where that is sooner: its reading slows the links down."""
-    by_links = divided(links, n_experts, n_slices=n_slices)
-    by_all = divided(everybody, n_experts, n_slices=n_slices, whole=everybody[-1].number)
-    has_cpu_part = by_all[-1] > 0 and _slowest(everybody, by_all, n_slices) < _slowest(links, by_links, n_slices)
-    return _taking_part(everybody, by_all) if has_cpu_part else _taking_part(links, by_links)
-
-
-def _slowest(parties: list[Party], counts: list[int], n_slices: int) -> float:
-    return slowest_us(parties, [n / n_slices for n in counts])
+def _soonest(choices: list[list[Party]], n_experts: int, n_slices: int, host: int) -> Shares:
+    """By links alone, the first, or with the CPU where that is sooner: its reading slows the links down."""
+    divisions = [(parties, divided(parties, n_experts, n_slices=n_slices, whole=host)) for parties in choices]
+    return _taking_part(*min(divisions, key=lambda found: slowest_us(found[0], [n / n_slices for n in found[1]])))
 
 
 def _taking_part(parties: list[Party], counts: list[int]) -> Shares:

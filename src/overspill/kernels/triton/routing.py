@@ -44,7 +44,10 @@ def _choose(
     E: tl.constexpr, K: tl.constexpr, GATING: tl.constexpr, IS_NORMALISED: tl.constexpr, K_PAD: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """The K best of logits `[R, BLOCK_E]`, best first, of equals the lower id first, and what they weigh."""
+    """The K best of logits `[R, BLOCK_E]`, best first, of equals the lower id first, and what they weigh.
+
+    Whatever the logits are, ids are of K different experts: others would be read, and written, outside of memory.
+    """
     experts = tl.arange(0, BLOCK_E)[None, :]
     if logit_bias is not None:
         logits += tl.load(logit_bias + experts, mask=experts < E, other=0.0)
@@ -54,15 +57,17 @@ def _choose(
     key = logits
     if bias is not None:
         key = scores + tl.load(bias + experts, mask=experts < E, other=0.0)
-    key = tl.where(experts < E, key, float("-inf"))
+    key = tl.where(key == key, key, float("-inf"))
+    is_free = (experts < E) & (key == key)
     best = tl.zeros([logits.shape[0], K_PAD], tl.float32)
     chosen = tl.zeros([logits.shape[0], K_PAD], tl.int32)
     for k in tl.static_range(K):
-        expert = tl.min(tl.where(key == tl.max(key, axis=1)[:, None], experts, BLOCK_E), axis=1)[:, None]
+        top = tl.max(tl.where(is_free, key, float("-inf")), axis=1)[:, None]
+        expert = tl.min(tl.where(is_free & (key == top), experts, BLOCK_E), axis=1)[:, None]
         score = tl.sum(tl.where(experts == expert, scores, 0.0), axis=1)[:, None]
         best = tl.where(ranks == k, score, best)
         chosen = tl.where(ranks == k, expert, chosen)
-        key = tl.where(experts == expert, float("-inf"), key)
+        is_free &= experts != expert
     if GATING == 3:
         best = tl.exp(
             tl.where(ranks < K, best, float("-inf")) - tl.max(tl.where(ranks < K, best, -3.0e38), axis=1)[:, None]
