@@ -71,8 +71,8 @@ def assert_same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
         assert a.isfinite().all(), n
         difference = (a - b).abs().amax(1)
         rows = difference.nonzero().flatten().tolist()
-        where = f"{n} tokens: {len(rows)} rows differ, from {rows[:1]} to {rows[-1:]}, by up to {float(difference.max())}"
-        assert not rows, where
+        ends, most = (rows[:1], rows[-1:]), float(difference.max())
+        assert not rows, f"{n} tokens: {len(rows)} rows differ, {ends}, by up to {most}"
 
 
 def test_prompts_against_the_cpu(wanted: list[torch.Tensor]) -> None:
