@@ -2,7 +2,8 @@
 
     python benchmarks/host_time.py [--ubatches 16] [--layers 24] [--profile 30] [--out FILE]
 
-A small model (so that a device is never the slower side), experts in host RAM, breadth-first. On a machine with a GPU
+A small model (so that a device is never the slower side), experts in host RAM, breadth-first. A prompt's work is issued
+when it is first seen, recorded beside that the second time, and replayed from then on. On a machine with a GPU
 everything is real. Without one, torch's streams and events, Triton's kernels and the large products are replaced by
 nothing: what is left is the Python of this project, and torch's own at about the cost that it has for a GPU.
 """
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -41,9 +42,9 @@ def model(n_layer: int) -> SyntheticModel:
     return SyntheticModel("host time", Keys.of(values, "host time"), TensorType.Q8_0)
 
 
-def wave(n_ubatches: int) -> Wave:
+def wave(n_ubatches: int, slot: int = 0) -> Wave:
     ids = tuple(i % 64 for i in range(N_UBATCH))
-    return Wave(tuple(Ubatch(ids, (Segment(0, i * N_UBATCH, N_UBATCH),)) for i in range(n_ubatches)))
+    return Wave(tuple(Ubatch(ids, (Segment(slot, i * N_UBATCH, N_UBATCH),)) for i in range(n_ubatches)))
 
 
 class _Nothing:
@@ -65,6 +66,15 @@ class _Nothing:
         pass
 
     def synchronize(self) -> None:
+        pass
+
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        pass
+
+    def capture_end(self) -> None:
+        pass
+
+    def replay(self) -> None:
         pass
 
 
@@ -158,22 +168,54 @@ def no_gpu() -> Iterator[None]:
         yield
 
 
-def measure(llm: LLM, n_ubatches: int, n_profiled: int, order: str, repetitions: int) -> dict[str, Any]:
-    """Microseconds of the issuing thread per layer and ubatch, of the quickest wave; prints what takes longest."""
-    work, n_items = wave(n_ubatches), n_ubatches * llm.hparams.n_layer
+class Phase(NamedTuple):
+    """Microseconds per layer and ubatch: of the issuing thread, and by the clock until all devices are idle."""
+
+    host_us: float
+    wall_us: float
+
+
+def measured(llm: LLM, work: Wave) -> Phase:
+    n_items = len(work.ubatches) * llm.hparams.n_layer
+    llm.runner.synchronize_host()
+    began, started = time.perf_counter(), time.thread_time()
     llm.run_wave(work)
-    times = []
-    for _ in range(repetitions):
-        llm.runner.synchronize_host()
-        started = time.thread_time()
-        llm.run_wave(work)
-        times.append(1e6 * (time.thread_time() - started) / n_items)
+    host_s = time.thread_time() - started
+    llm.runner.synchronize_host()
+    return Phase(round(1e6 * host_s / n_items, 1), round(1e6 * (time.perf_counter() - began) / n_items, 1))
+
+
+def memory(device: int) -> tuple[int, int]:
+    """Bytes in use on a GPU, and those of them that torch holds."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free, torch.cuda.memory_reserved(device)
+
+
+def measure(llm: LLM, n_ubatches: int, n_profiled: int, order: str, repetitions: int) -> dict[str, Any]:
+    """A wave that is issued, for the second time after another of its shape; then recorded; then replayed.
+
+    Prints what takes longest of a replayed one. memory_mib: in use, and held by torch, per GPU, after each of these.
+    """
+    work, others = wave(n_ubatches), wave(n_ubatches, slot=1)
+    n_gpus = len(llm.devices.accelerators)
+    llm.run_wave(others)
+    phases, held = {}, {}
+    for name in ("issued", "recorded"):
+        phases[name] = measured(llm, work)
+        held[name] = [memory(i) for i in range(n_gpus)]
+    replayed = [measured(llm, work) for _ in range(repetitions)]
+    held["replayed"] = [memory(i) for i in range(n_gpus)]
     if n_profiled:
-        llm.runner.synchronize_host()
         profile = cProfile.Profile()
         profile.runcall(llm.run_wave, work)
         pstats.Stats(profile).sort_stats(order).print_stats(n_profiled)
-    return {"ubatches": n_ubatches, "us_per_item": round(min(times), 1), "all": [round(t, 1) for t in times]}
+    return {
+        "ubatches": n_ubatches,
+        **{name: phase._asdict() for name, phase in phases.items()},
+        "replayed": min(replayed)._asdict(),
+        "all_replayed": [phase.host_us for phase in replayed],
+        "memory_mib": {name: [[n >> 20 for n in pair] for pair in of] for name, of in held.items()},
+    }
 
 
 def main() -> None:
@@ -187,7 +229,15 @@ def main() -> None:
     args = parser.parse_args()
     n = args.ubatches * N_UBATCH
     is_real = torch.cuda.is_available()
-    options = {"n_ctx": n, "n_wave": n, "n_ubatch": N_UBATCH, "cpu_moe": True, "schedule": "breadth-first", "grain": 1}
+    options = {
+        "n_ctx": 2 * n,
+        "n_parallel": 2,
+        "n_wave": n,
+        "n_ubatch": N_UBATCH,
+        "cpu_moe": True,
+        "schedule": "breadth-first",
+        "grain": 1,
+    }
     with ExitStack() as setup:
         if not is_real:
             torch.set_num_threads(1)

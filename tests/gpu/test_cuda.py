@@ -48,9 +48,11 @@ def test_greedy_text_with_experts_everywhere() -> None:
     assert texts[0] == texts[1] == texts[2]
 
 
-def test_nothing_is_allocated_after_loading() -> None:
+def test_nothing_is_allocated_once_a_wave_was_seen_twice() -> None:
+    """At second sight it is recorded."""
     with LLM(DATA / "models" / "qwen3moe.gguf", devices="cuda:0", n_ctx=256, n_ubatch=16, cpu_moe=True) as llm:
-        llm.logits(list(range(100)))
+        for n in (100, 17, 33, 1) * 2:
+            llm.logits(list(range(n)))
         torch.cuda.synchronize()
         before = torch.cuda.memory_stats(0).get("num_device_alloc", 0)
         llm.reset_counters()

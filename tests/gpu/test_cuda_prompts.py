@@ -1,4 +1,6 @@
-"""Long and short prompts on GPUs: the same bits whatever the schedule, the devices, late streams or old memory."""
+"""Long and short prompts on GPUs: the same bits whatever the schedule, the devices, late streams or old memory, and
+whether their work is issued, or recorded and replayed.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from contextlib import contextmanager
 from functools import cache
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -36,8 +39,9 @@ def model() -> SyntheticModel:
     return SyntheticModel("six layers", Keys.of(values, "six layers"), TensorType.Q8_0)
 
 
-def ids_of(n: int) -> list[int]:
-    draw = random.Random(n)
+def ids_of(n: int, which: int = 0) -> list[int]:
+    """One of two prompts of this length."""
+    draw = random.Random(n + which * 1_000_003)
     return [draw.randrange(N_VOCAB) for _ in range(n)]
 
 
@@ -52,12 +56,21 @@ def poison(llm: LLM) -> None:
 
 
 def run(*, before: Callable[[LLM], None] = poison, **options: object) -> list[torch.Tensor]:
-    """Logits of a prompt of each length, one after the other in the same engine."""
+    """Logits of two prompts of each length, one after the other in the same engine.
+
+    Each comes twice, in turn: the first is issued, the second issued and recorded, and then both are replayed.
+    """
     with LLM(model(), **COMMON, **options) as llm:
         results = []
         for n in LENGTHS:
-            before(llm)
-            results.append(llm.logits(ids_of(n)))
+            found = []
+            for which in (0, 1, 0, 1):
+                before(llm)
+                found.append(llm.logits(ids_of(n, which)))
+            assert torch.equal(found[0], found[2]), n
+            assert torch.equal(found[1], found[3]), n
+            assert not torch.equal(found[0], found[1]), n
+            results += found[:2]
         return results
 
 
@@ -67,7 +80,7 @@ def wanted() -> list[torch.Tensor]:
 
 
 def assert_same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
-    for n, a, b in zip(LENGTHS, found, wanted, strict=True):
+    for n, a, b in zip(np.repeat(LENGTHS, 2), found, wanted, strict=True):
         assert a.isfinite().all(), n
         difference = (a - b).abs().amax(1)
         rows = difference.nonzero().flatten().tolist()
@@ -77,7 +90,7 @@ def assert_same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
 
 def test_prompts_against_the_cpu(wanted: list[torch.Tensor]) -> None:
     with LLM(model(), n_ctx=8448, n_ubatch=512, devices="cpu") as llm:
-        for n, found in zip(LENGTHS[:3], wanted, strict=False):
+        for n, found in zip(LENGTHS[:3], wanted[::2], strict=False):
             p, q = F.log_softmax(llm.logits(ids_of(n)), -1), F.log_softmax(found, -1)
             assert float((p.exp() * (p - q)).sum(-1).median()) <= 1e-3, n
 
@@ -113,7 +126,7 @@ def late(lane: Lane) -> Iterator[list[int]]:
 
         return call
 
-    names = ("launch", "copy", "upload")
+    names = ("launch", "copy", "upload", "replay")
     with patch.multiple(CudaStream, **{name: delayed(name) for name in names}):
         yield delays
 

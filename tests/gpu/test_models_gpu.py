@@ -63,7 +63,7 @@ def in_float32() -> Iterator[None]:
 
 @contextmanager
 def issued() -> Iterator[None]:
-    """Steps that are recorded meanwhile are issued kernel by kernel, each time."""
+    """What is recorded meanwhile is issued kernel by kernel, each time; for models that are opened meanwhile."""
     from overspill.device.cuda import CudaDevice, CudaStream
 
     with issuing(CudaDevice, CudaStream):
@@ -119,7 +119,10 @@ def test_float32(case: Case, record_property: Note) -> None:
     """A prompt, and recorded steps: the logits of the CPU."""
     wanted = expected(case, case.model)
     with in_float32(), opened(fixture(f"{case.name}.gguf"), ONE) as llm:
-        found = llm.logits(case.expected("input_ids_1").tolist()), replayed(llm, case)
+        prompt = case.expected("input_ids_1").tolist()
+        found = llm.logits(prompt), replayed(llm, case)
+        for how in ("recorded", "replayed"):
+            assert torch.equal(llm.logits(prompt), found[0]), how
     for name, a, b in zip(("prompt", "steps"), wanted, found, strict=True):
         record_property(f"{name} max", f"{float((a - b).abs().max()):.1e}")
     for a, b in zip(wanted, found, strict=True):
@@ -132,8 +135,8 @@ def test_bfloat16(case: Case, record_property: Note) -> None:
     ids, path = case.expected("input_ids_1").tolist(), fixture(f"{case.name}.gguf")
     with opened(path, ONE) as llm:
         prompt, steps = llm.logits(ids), replayed(llm, case)
-        with issued():
-            again = replayed(llm, case)
+    with issued(), opened(path, ONE) as llm:
+        again = replayed(llm, case)
     with rounded_experts():
         rounded = expected(case, plain_model(case.source, BF16_OPS))
     for name, *rows in zip(("prompt", "steps"), expected(case, case.model), (prompt, steps), rounded, strict=True):

@@ -279,7 +279,7 @@ def pipe(
         steps = None
         if n_trials:
             step_work = StepWork(*parts, tables=tables)
-            assert StepRunner.serves(devices, layout, hp)
+            assert StepRunner.serves(devices, layout, hp, tables)
             steps = StepRunner(devices, layout, memory, step_work, tables, n_threads=1)
         tally = SpreadTally(devices, memory, layout, loaded.host_experts) if hp.n_expert else None
         runner = Runner(

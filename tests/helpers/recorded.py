@@ -14,7 +14,8 @@ from unittest.mock import patch
 
 import torch
 
-from overspill.device.base import Device, Recording, Stream, running_on
+from overspill.device.backend import WorkRecording
+from overspill.device.base import Buffer, Device, Stream, running_on
 from overspill.device.virtual import VirtualDevice, VirtualStream
 from overspill.kernels import Ops, Steps
 from overspill.kernels.numba.mail import look_for_flags, raise_flags
@@ -26,25 +27,22 @@ from overspill.models.rope import Rope
 from overspill.quant.q8_rows import decode
 
 
-class _List(Recording):
-    def __init__(self, works: Iterable[Callable[[], None]]) -> None:
-        super().__init__(())
-        self.works = list(works)
-
-    def run(self) -> None:
-        for work in self.works:
-            work()
-
-
 @contextmanager
 def issuing(device_class: type[Device], stream_class: type[Stream]) -> Iterator[None]:
     """While it lasts, such devices issue what they would have recorded, every time it is asked for."""
 
-    def record(self: Device, works: Iterable[Callable[[], None]], *, kept: Sequence[object] = ()) -> _List:
-        return _List(works)
+    def record(self: Device, works: Iterable[Callable[[], None]], *, kept: Sequence[object] = ()) -> WorkRecording:
+        return WorkRecording(works, kept)
 
-    def replay(self: Stream, recorded: _List, *, label: str) -> None:
-        self.launch(recorded.run, label=label)
+    def replay(
+        self: Stream,
+        recorded: WorkRecording,
+        *,
+        label: str,
+        reads: Sequence[Buffer] = (),
+        writes: Sequence[Buffer] = (),
+    ) -> None:
+        self.launch(recorded.run, label=label, reads=reads, writes=writes)
 
     def angles(self: UbatchView, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
         """Layers share them within a step; a list of work has no other way to begin the next one without them."""
@@ -52,7 +50,7 @@ def issuing(device_class: type[Device], stream_class: type[Stream]) -> Iterator[
 
     with (
         patch.object(UbatchView, "angles", angles),
-        patch.object(device_class, "record_host", record),
+        patch.object(device_class, "record", record),
         patch.object(stream_class, "replay", replay),
     ):
         yield
@@ -60,7 +58,7 @@ def issuing(device_class: type[Device], stream_class: type[Stream]) -> Iterator[
 
 @contextmanager
 def recording() -> Iterator[None]:
-    """While it lasts, virtual devices can record."""
+    """While it lasts, virtual devices can record steps."""
 
     def run(self: VirtualStream, work: Callable[[], None], reads: object, writes: object) -> None:
         with running_on(self.device):
@@ -68,7 +66,6 @@ def recording() -> Iterator[None]:
 
     with (
         issuing(VirtualDevice, VirtualStream),
-        patch.object(VirtualDevice, "can_record", True),
         patch.object(VirtualStream, "_run_work", run),
     ):
         yield

@@ -6,7 +6,7 @@ runs one kernel at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -14,8 +14,8 @@ import torch
 from tests.helpers.triton_device import DEVICE, HAS_CUDA  # isort: skip (before Triton)
 
 from overspill.cache.cells import StateRows
-from overspill.device.base import Recording, running_on
-from overspill.device.virtual import VirtualDevice, VirtualStream
+from overspill.device.base import running_on
+from overspill.device.virtual import VirtualStream
 from overspill.kernels.triton import make_ops
 from overspill.models.base import UbatchView
 from overspill.pipeline.schedule import Order, Policy
@@ -23,20 +23,6 @@ from overspill.pipeline.wave import Segment, Ubatch, Wave
 from tests.helpers.pipe import Shape, pipe
 from tests.helpers.reference import Reference
 from tests.models.fixtures import Case
-
-
-class ListRecording(Recording):
-    """Work, to be done again."""
-
-    def __init__(self, works: Iterable[Callable[[], None]], kept: Sequence[object]) -> None:
-        super().__init__(kept)
-        self.works = list(works)
-
-
-def _replay(stream: VirtualStream, recording: Recording, *, label: str) -> None:
-    assert isinstance(recording, ListRecording)
-    for work in recording.works:
-        stream.launch(work, label=label)
 
 
 def _run_unnamed(stream: VirtualStream, work: Callable[[], None], *_: object) -> None:
@@ -47,9 +33,6 @@ def _run_unnamed(stream: VirtualStream, work: Callable[[], None], *_: object) ->
 
 @pytest.fixture(autouse=True)
 def _recording_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(VirtualDevice, "can_record", True)
-    monkeypatch.setattr(VirtualDevice, "record_host", lambda _, works, kept=(): ListRecording(works, kept))
-    monkeypatch.setattr(VirtualStream, "replay", _replay)
     monkeypatch.setattr(VirtualStream, "_run_work", _run_unnamed)
     # What layers share within a wave is not to be found again by those of the next.
     monkeypatch.setattr(UbatchView, "angles", lambda view, rope: rope.angles(view.positions))

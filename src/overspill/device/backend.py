@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -21,6 +21,7 @@ from overspill.device.base import (
     DeviceCounters,
     MemoryKind,
     Part,
+    Recording,
     Span,
     Stream,
     WrongDevice,
@@ -106,6 +107,18 @@ class BackendStream(Stream):
         self.drain_host()
 
 
+class WorkRecording(Recording):
+    """Pieces of work, to be run again in order."""
+
+    def __init__(self, works: Iterable[Callable[[], None]], kept: Sequence[object]) -> None:
+        super().__init__(kept)
+        self._works = list(works)
+
+    def run(self) -> None:
+        for work in self._works:
+            work()
+
+
 class HostMemoryStream(BackendStream):
     """A stream whose device's memory is the host's, so that work and copies are plain functions.
 
@@ -125,6 +138,12 @@ class HostMemoryStream(BackendStream):
         writes: Sequence[Buffer] = (),
     ) -> None:
         self._submit(partial(self._run_work, work, tuple(reads), tuple(writes)), label=label)
+
+    def replay(
+        self, recording: Recording, *, label: str, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()
+    ) -> None:
+        assert isinstance(recording, WorkRecording)
+        self.launch(recording.run, label=label, reads=reads, writes=writes)
 
     def copy(
         self, dst: Buffer, src: Buffer, *, n_bytes: int, label: str, dst_offset: int = 0, src_offset: int = 0

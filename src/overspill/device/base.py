@@ -188,6 +188,10 @@ class Event(ABC):
         """
 
 
+class CannotRecord(RuntimeError):
+    """Work does something that no recording can hold, such as waiting for the device."""
+
+
 class Recording:
     """Work of one device that can be run again with one call: the same kernels on the same memory.
 
@@ -226,8 +230,10 @@ class Stream(ABC):
     def upload(self, dst: Buffer, parts: Sequence[Part], *, label: str) -> None:
         """Copy byte ranges of pinned host buffers into `dst` (uint8), in stream order. Unpinned sources raise."""
 
-    def replay(self, recording: Recording, *, label: str) -> None:
-        """Run recorded work of this stream's device in stream order (only where `Device.can_record`)."""
+    def replay(
+        self, recording: Recording, *, label: str, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()
+    ) -> None:
+        """Run recorded work of this stream's device in stream order, see `launch` (only where `Device.can_record`)."""
         raise NotImplementedError(f"{self.device} records nothing")
 
     @abstractmethod
@@ -281,10 +287,10 @@ class Device(ABC):
     def stream(self, lane: Lane) -> Stream:
         """The device's stream of that lane (the same object each time)."""
 
-    def record_host(self, works: Iterable[Callable[[], None]], *, kept: Sequence[object] = ()) -> Recording:
-        """Record pieces of work, in order, without running them; the host waits until the device is idle.
+    def record(self, works: Iterable[Callable[[], None]], *, kept: Sequence[object] = ()) -> Recording:
+        """Record pieces of work, in order, without running them, to be replayed on the stream for computing.
 
-        Their kernels must have run before. Only where `can_record`.
+        Their kernels must have run before, on that stream. Only where `can_record`. `CannotRecord`.
         """
         raise NotImplementedError(f"{self} records nothing")
 

@@ -31,7 +31,7 @@ from overspill.device.backend import (
     count_copy,
     now_us,
 )
-from overspill.device.base import Buffer, Device, Event, Part, Recording, Span, running_on
+from overspill.device.base import Buffer, CannotRecord, Device, Event, Part, Recording, Span, running_on
 from overspill.device.lane import Lane
 from overspill.device.memory import Ledger, Space
 from overspill.errors import OutOfMemory, UserError
@@ -95,7 +95,9 @@ class CudaStream(BackendStream):
             work()
         self._note(start, label, 0)
 
-    def replay(self, recording: Recording, *, label: str) -> None:
+    def replay(
+        self, recording: Recording, *, label: str, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()
+    ) -> None:
         assert isinstance(recording, CudaRecording)
         start = self._mark()
         torch.cuda.set_stream(self.cuda)
@@ -184,6 +186,12 @@ class CudaDevice(BackendDevice):
         self._first_graph: torch.cuda.CUDAGraph | None = None
 
     @property
+    def _compute(self) -> CudaStream:
+        stream = self.stream(Lane.COMPUTE)
+        assert isinstance(stream, CudaStream)
+        return stream
+
+    @property
     def description(self) -> str:
         properties = torch.cuda.get_device_properties(self._index)
         return f"{properties.name}, {properties.total_memory >> 20} MiB, {_pcie_link(properties)}"
@@ -198,17 +206,19 @@ class CudaDevice(BackendDevice):
         except torch.cuda.OutOfMemoryError as error:
             raise OutOfMemory(f"{self.name}: {str(error).splitlines()[0]}") from None
 
-    def record_host(self, works: Iterable[Callable[[], None]], *, kept: Sequence[object] = ()) -> CudaRecording:
-        torch.cuda.synchronize(self.torch_device)
-        stream, graph = torch.cuda.Stream(self.torch_device), torch.cuda.CUDAGraph()
-        torch.cuda.set_stream(stream)
+    def record(self, works: Iterable[Callable[[], None]], *, kept: Sequence[object] = ()) -> CudaRecording:
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.set_stream(self._compute.cuda)
         graph.capture_begin(pool=self._recorded, capture_error_mode="thread_local")
         try:
-            with running_on(self):
-                for work in works:
-                    work()
-        finally:
-            graph.capture_end()
+            try:
+                with running_on(self):
+                    for work in works:
+                        work()
+            finally:
+                graph.capture_end()
+        except RuntimeError as error:
+            raise CannotRecord(str(error).splitlines()[0]) from error
         self._first_graph = self._first_graph or graph
         return CudaRecording(graph, kept)
 

@@ -9,7 +9,7 @@ order accesses that nothing orders on a real device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import count
 
@@ -18,13 +18,14 @@ import torch
 from overspill.device.backend import (
     BackendDevice,
     BackendStream,
+    WorkRecording,
     check_copy,
     check_upload,
     count_copy,
     new_memory,
     stream_name,
 )
-from overspill.device.base import Buffer, Devices, Event, HostDevice, MemoryKind, Part
+from overspill.device.base import Buffer, Devices, Event, HostDevice, MemoryKind, Part, Recording
 from overspill.device.hazard import HOST, Entry, Verb
 from overspill.device.lane import Lane
 from overspill.device.memory import Ledger, capped_space
@@ -76,6 +77,11 @@ class NullStream(BackendStream):
         label: str,
         reads: Sequence[Buffer] = (),
         writes: Sequence[Buffer] = (),
+    ) -> None:
+        self._add(Verb.LAUNCH, label, reads=tuple(reads), writes=tuple(writes))
+
+    def replay(
+        self, recording: Recording, *, label: str, reads: Sequence[Buffer] = (), writes: Sequence[Buffer] = ()
     ) -> None:
         self._add(Verb.LAUNCH, label, reads=tuple(reads), writes=tuple(writes))
 
@@ -136,9 +142,13 @@ class NullBackend(BackendDevice):
 
 class NullDevice(NullBackend):
     is_host = False
+    can_record = True
 
     def __init__(self, index: int, *, log: NullLog, total_bytes: int) -> None:
         super().__init__(f"null:{index}", log=log, total_bytes=total_bytes)
+
+    def record(self, works: Iterable[Callable[[], None]], *, kept: Sequence[object] = ()) -> WorkRecording:
+        return WorkRecording(works, kept)
 
 
 class NullHostBuffer(Buffer):

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from overspill.device.backend import BackendDevice, BackendStream, move_parts, new_memory, stream_name
+from overspill.device.backend import BackendDevice, BackendStream, WorkRecording, move_parts, new_memory, stream_name
 from overspill.device.base import Buffer, Device, Part, UndeclaredAccess, running_on
 from overspill.device.cpu import CpuDevice
 from overspill.device.lane import Lane
@@ -140,6 +140,7 @@ class VirtualDevice(VirtualBackend):
     """An accelerator of threads; see the module's text. `thread_init` runs on each stream's thread before its work."""
 
     is_host = False
+    can_record = True
 
     def __init__(
         self,
@@ -156,6 +157,9 @@ class VirtualDevice(VirtualBackend):
         super().__init__(name, ledger=Ledger(name, capped_space(total_bytes)))
         self.rules = VirtualRules(chaos_seed=chaos_seed, poison=poison, h2d_gbps=h2d_gbps, peer_gbps=peer_gbps)
         self._thread_init = thread_init
+
+    def record(self, works: Iterable[Callable[[], None]], *, kept: Sequence[object] = ()) -> WorkRecording:
+        return WorkRecording(works, kept)
 
     @property
     def description(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -80,6 +81,11 @@ class Action:
     @property
     def device(self) -> int:
         return self.stream.device
+
+    @cached_property
+    def work_name(self) -> tuple[Hashable, ...]:
+        """What decides about the work of an action that computes, on its device and of its ubatch."""
+        return self.verb, self.layer, self.last_layer, self.slab, self.slot, *(resource[0] for resource in self.reads)
 
     @cached_property
     def label(self) -> str:

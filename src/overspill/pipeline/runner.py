@@ -137,7 +137,7 @@ class Runner:
             self._count(wave, schedule, time.perf_counter() - started)
             return results
         results = [torch.empty(len(u.output_rows), self._memory.n_vocab) for u in ubatches]
-        self._work.begin_wave()
+        self._work.begin_wave(ubatches)
         self._write_inputs_host(ubatches)
         for action in self._actions(schedule, ubatches):
             if action.verb in _ITEMS:

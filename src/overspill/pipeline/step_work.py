@@ -47,8 +47,8 @@ class StepWork(Work):
     inputs: dict[int, Buffer]
     _latest: dict[Resource, list[torch.Tensor]]
 
-    def begin_wave(self) -> None:
-        super().begin_wave()
+    def begin_wave(self, ubatches: Sequence[Ubatch] = ()) -> None:
+        super().begin_wave(ubatches)
         self._latest = {}
 
     def rows(self, resource: Resource, n_tokens: int) -> list[torch.Tensor]:

@@ -100,13 +100,13 @@ class StepRunner:
         return device.allocate((STEP_WORDS,), torch.int32, kind=MemoryKind.COMPUTE, name="step")
 
     @classmethod
-    def serves(cls, devices: Devices, layout: Layout, hp: HParams) -> bool:
+    def serves(cls, devices: Devices, layout: Layout, hp: HParams, tables: Sequence[Ops]) -> bool:
         """Whether steps of this model can be recorded: nothing that a device does may depend on the host, as the
         embedding does where tokens before count."""
         on_host = layout.host in {*layout.layer_device, layout.output_device}
         is_embedding_bound = hp.n_before > 0 and layout.embed_on is not None
-        can_record = all(device.can_record for device in devices.accelerators)
-        return bool(devices.accelerators) and can_record and not on_host and not is_embedding_bound
+        has_mail = all(table.mail is not None for table in tables[: len(devices.accelerators)])
+        return bool(devices.accelerators) and has_mail and not on_host and not is_embedding_bound
 
     def suits(self, wave: Wave, schedule: WaveSchedule) -> bool:
         """Whether a wave is a step whose experts need no upload. States of sequences that begin are zeros, not rows."""
@@ -241,7 +241,7 @@ class StepRunner:
             stream.launch(work, label="first step")
         device.synchronize_host()
         self._work.begin_wave()
-        return device.record_host(works, kept=self._tables[i_device].scratch())
+        return device.record(works, kept=self._tables[i_device].scratch())
 
     def _shares(self, works: Sequence[HostWork], ubatch: Ubatch) -> HostShares | None:
         """What the CPU computes of layers, each between two letters; None where not all can be prepared."""

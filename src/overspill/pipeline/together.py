@@ -251,7 +251,7 @@ class _KernelLink(_Link):
             stream.launch(one, label="measure")
         stream.record().wait_host()
         setting.host.free(source)
-        self._recording = self.device.record_host(works)
+        self._recording = self.device.record(works)
 
     def give(self, n_cycles: int) -> Event:
         for _ in range(n_cycles):

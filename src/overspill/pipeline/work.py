@@ -1,13 +1,14 @@
 """What each verb does: the bodies of launches and copies, in terms of buffers and the model contract.
 
 `Work.give` hands one action to its stream. Bodies run later, on the stream, and touch only the buffers that the
-action names; everything they need of the wave is bound when the action is given.
+action names; everything they need of the wave is bound when the action is given. Bodies of prompts that the action and
+the ubatch's segments decide alone are recorded and replayed (`pipeline.recorded`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -21,12 +22,16 @@ from overspill.kernels.sharing import CacheState
 from overspill.models.base import HParams, Model, Routing, UbatchView, forward_layer
 from overspill.pipeline.ledger import Resource
 from overspill.pipeline.memory import Memory
+from overspill.pipeline.recorded import OfDevice, Recorded, Repeated
 from overspill.pipeline.ring import PinnedRing
 from overspill.pipeline.schedule import Action, Verb
 from overspill.pipeline.split import Layout
 from overspill.pipeline.upload import HostExperts, staged, upload_parts, widened, widened_alike
 from overspill.pipeline.wave import Ubatch
 from overspill.quant.experts import ExpertWeights
+
+_Body = Callable[[], None]
+_REPEATED = frozenset({Verb.ATTEND, Verb.EXPERTS, Verb.LAYERS, Verb.WIDEN})
 
 
 class Work:
@@ -44,7 +49,7 @@ class Work:
         host_ops: Ops,
         rings: Mapping[int, PinnedRing],
         *,
-        tables: Sequence[Ops] = (),
+        tables: Sequence[Ops],
     ) -> None:
         self._model = model
         self._layout = layout
@@ -56,11 +61,13 @@ class Work:
         self._slab_ids: dict[tuple[int, int], Sequence[int]] = {}
         # Made by the first work of a wave, on its device, that needs them.
         self._views: defaultdict[tuple[int, int], list[UbatchView]] = defaultdict(list)
+        self._recorded = Recorded(memory.sizes.n_ubatches)
         self._caches: dict[int, KvCache] = {}
         self._wide: dict[tuple[int, int, int], ExpertWeights] = {}
-        self._compute: dict[Verb, Callable[[Action, Ubatch], Callable[[], None]]] = {
+        self._compute: dict[Verb, Callable[[Action, Ubatch], _Body]] = {
             Verb.EMBED: self._embed,
             Verb.LAYERS: self._layers,
+            Verb.WIDEN: lambda action, _: self._widen(action),
             Verb.ATTEND: self._attend,
             Verb.EXPERTS: self._experts,
             Verb.DIVIDE: self._divide,
@@ -79,7 +86,7 @@ class Work:
         make = self._compute.get(action.verb)
         if make is not None:
             if action.slab < 0 or self._ids_of(action.layer, action.slab):
-                self._launch(action, stream, make(action, ubatches[action.ubatch]))
+                self._launch(action, stream, make, ubatches[action.ubatch])
             return  # nothing was uploaded where the experts selected have all found room in earlier slabs
         match action.verb:
             case Verb.INPUTS:
@@ -95,15 +102,39 @@ class Work:
             case Verb.DOWNLOAD:
                 n_rows = len(self.output_rows(ubatches[action.ubatch], action.chunk))
                 self._copy(action, stream, n_rows * self._model.hparams.n_vocab * 4)
-            case Verb.WIDEN:
-                if self._ids_of(action.layer, action.slab):
-                    self._launch(action, stream, self._widen(action))
             case _:
                 raise AssertionError(action.verb)
 
-    def _launch(self, action: Action, stream: Stream, body: Callable[[], None]) -> None:
+    def _launch(self, action: Action, stream: Stream, make: Callable[[Action, Ubatch], _Body], ubatch: Ubatch) -> None:
         reads, writes = self._memory.all_of(action.reads), self._memory.all_of(action.writes)
+        repeated = self._repeated(action, stream, ubatch)
+        if repeated is None:
+            stream.launch(make(action, ubatch), label=action.label, reads=reads, writes=writes)
+            return
+        name = self._name_of(action)
+        recording = repeated.recordings.get(name)
+        if recording is not None:
+            stream.replay(recording, label=action.label, reads=reads, writes=writes)
+            return
+        body = make(action, ubatch)
         stream.launch(body, label=action.label, reads=reads, writes=writes)
+        self._of_device(action, stream).record(repeated, name, body, max(1, action.last_layer - action.layer))
+
+    def _repeated(self, action: Action, stream: Stream, ubatch: Ubatch) -> Repeated | None:
+        """Where recordings of such work are kept; None where it is issued. Selected experts are never the same."""
+        if action.verb not in _REPEATED or not stream.device.can_record:
+            return None
+        if (action.layer, action.slab) in self._slab_ids:
+            return None
+        m = action.ubatch
+        return self._of_device(action, stream).of(m, ubatch.segments if m >= 0 else ())
+
+    def _of_device(self, action: Action, stream: Stream) -> OfDevice:
+        return self._recorded.on(action.device, stream.device, self._tables[action.device])
+
+    def _name_of(self, action: Action) -> Hashable:
+        """All that decides about the work of an action, but for its device and its ubatch."""
+        return action.work_name
 
     def output_rows(self, ubatch: Ubatch, chunk: int) -> tuple[int, ...]:
         """Rows of a ubatch whose logits one OUTPUT action computes."""
@@ -130,8 +161,12 @@ class Work:
         if ids:
             self._memory.history.add(ids, (Segment(slot, 0, len(ids)),))
 
-    def begin_wave(self) -> None:
-        """Slabs hold the experts of the layout again, and nothing that depends on a former wave's positions is left."""
+    def begin_wave(self, ubatches: Sequence[Ubatch] = ()) -> None:
+        """Slabs hold the experts of the layout again, and nothing that depends on a former wave's positions is left.
+
+        ubatches: those that are about to be computed.
+        """
+        self._recorded.begin_wave(ubatches)
         self._slab_ids.clear()
         self._views = defaultdict(list)
 
@@ -149,6 +184,11 @@ class Work:
     def _view(self, ubatch: Ubatch, device: int, m: int) -> UbatchView:
         positions, ids = self._one(("pos", device)).tensor[m, :, : ubatch.n_tokens]
         return UbatchView(ubatch.segments, positions, ids)
+
+    def _views_of(self, action: Action, ubatch: Ubatch) -> list[UbatchView]:
+        """The view that layers share, or an empty list for it."""
+        repeated = self._recorded.known(action.device, action.ubatch)
+        return self._views[action.device, action.ubatch] if repeated is None else repeated.views
 
     def _cache(self, i_layer: int) -> KvCache:
         tensors = [buffer.tensor for buffer in self._memory["kv", i_layer]]
@@ -175,7 +215,7 @@ class Work:
         return self._one(("pos", action.device)).tensor[action.ubatch, 1, : ubatch.n_tokens]
 
     def _layers(self, action: Action, ubatch: Ubatch) -> Callable[[], None]:
-        views = self._views[action.device, action.ubatch]
+        views = self._views_of(action, ubatch)
 
         def body() -> None:
             target = x = self._x(action, ubatch)
@@ -188,7 +228,7 @@ class Work:
         return body
 
     def _attend(self, action: Action, ubatch: Ubatch) -> Callable[[], None]:
-        views = self._views[action.device, action.ubatch]
+        views = self._views_of(action, ubatch)
 
         def body() -> None:
             target = self._x(action, ubatch)
