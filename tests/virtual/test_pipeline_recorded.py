@@ -69,6 +69,7 @@ SHAPES = [
     Shape(1, slab_experts=3),
     Shape(2),
     Shape(2, widens=True, slab_experts=3),
+    Shape(1, widens=True, slab_experts=3, n_staging=3),
     Shape(3, host_layers="odd", embeds=True),
     Shape(2, host_layers="none", grain=2),
     Shape(2, mixed_layers="odd", n_layers_on_cpu=1),
