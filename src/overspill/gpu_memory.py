@@ -26,13 +26,14 @@ _POOL_BYTES = 192 << 20  # what torch's allocator keeps in pieces too small to u
 def scratch_bytes(n_tokens: int, *, n_embd: int, n_heads_dim: int, n_kv_dim: int, experts: tuple[int, int, int]) -> int:
     """What one ubatch takes on a device beside its named buffers, freed parts of torch's pool included.
 
+    Temporaries count twice, because recorded work has a pool of its own.
     n_heads_dim, n_kv_dim: values of all query heads, and of all key heads, of a token. experts: how many there are,
     how many a token uses, and their width.
     """
     n_experts, n_used, n_ff = experts
     attention = n_tokens * (8 * n_heads_dim + 12 * n_kv_dim + 10 * n_embd + 12 * n_experts)
     products = n_tokens * n_used * (2 * n_ff + n_embd) * 2
-    return attention + products + workspace_bytes(n_tokens, n_used, n_embd, n_ff, n_experts) + _POOL_BYTES
+    return 2 * (attention + products) + workspace_bytes(n_tokens, n_used, n_embd, n_ff, n_experts) + _POOL_BYTES
 
 
 def workspace_bytes(n_tokens: int, n_used: int, n_embd: int, n_ff: int, n_experts: int, *, item_bytes: int = 2) -> int:

@@ -2,8 +2,8 @@
 
 pp: a prompt of random ids (or of a text) through the pipeline, from the first token to the logits of the last. tg:
 tokens one by one, no sampling, each waited for. pg: both in one timed region. A test at depth d first fills d cells,
-outside the clock. Each test is warmed up by a whole run of its own shape. Rates are the mean over repetitions of
-tokens / seconds, with the sample standard deviation.
+outside the clock. Each test is warmed up by two whole runs of its own shape: at the second, its work is recorded. Rates
+are the mean over repetitions of tokens / seconds, with the sample standard deviation.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from overspill.llm import LLM
 from overspill.options import options_from
 from overspill.pipeline.simulate import WaveShape
 from overspill.pipeline.wave import Ubatch, Wave
+
+_N_WARM_UPS = 2
 
 
 @dataclass(frozen=True)
@@ -122,12 +124,12 @@ def bench_all(
 
 
 def measure(llm: LLM, test: Test, repetitions: int, ids: Sequence[int] | None = None) -> Result:
-    """One test: warm up with its own shape, then the repetitions. ids: take prompts from these instead of random."""
+    """One test: warm up, then the repetitions. ids: take prompts from these instead of random."""
     if test.n_tokens + test.n_depth > llm.sizes.n_cells:
         raise UserError(f"{test.name} needs {test.n_tokens + test.n_depth} cells, the context has {llm.sizes.n_cells}")
     started = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
     samples = []
-    for i in range(repetitions + 1):
+    for i in range(repetitions + _N_WARM_UPS):
         prompt = _ids(llm, test, ids, i)
         _run_prompt(llm, prompt[: test.n_depth], first_pos=0)
         llm.runner.synchronize_host()
@@ -135,7 +137,7 @@ def measure(llm: LLM, test: Test, repetitions: int, ids: Sequence[int] | None = 
         begin = time.perf_counter_ns()
         _run_prompt(llm, prompt[test.n_depth : test.n_depth + test.n_prompt], first_pos=test.n_depth)
         _generate(llm, prompt[test.n_depth + test.n_prompt :], first_pos=test.n_depth + test.n_prompt)
-        if i > 0:
+        if i >= _N_WARM_UPS:
             samples.append(time.perf_counter_ns() - begin)
     return Result(test, _facts(llm), tuple(samples), llm.counters(), _predict(llm, test), started)
 

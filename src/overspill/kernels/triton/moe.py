@@ -44,11 +44,15 @@ class SlotMap(NamedTuple):
 
 
 class SlotMaps:
-    """Maps between experts and slots on a device, each sent there once; the least recently used are dropped."""
+    """Maps between experts and slots on a device, each sent there once; the least recently used are dropped.
+
+    Those of experts that follow each other stay for good: they are few, and recorded work refers to them.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._maps: OrderedDict[tuple[int, bytes], SlotMap] = OrderedDict()
+        self._of_runs: dict[tuple[int, bytes], SlotMap] = {}
 
     def of(self, weights: ExpertWeights) -> SlotMap:
         """The maps of a stack. Sends them without waiting when they are new, which no graph capture allows."""
@@ -57,6 +61,11 @@ class SlotMaps:
             return SlotMap(weights.slot_of, None)
         slot_of = np.arange(n_slots, dtype=np.int32) if weights.slot_of is None else weights.slot_of
         key = (n_slots, slot_of.tobytes())
+        if key in self._of_runs:
+            return self._of_runs[key]
+        if _is_run(slot_of):
+            self._of_runs[key] = self._send(slot_of, n_slots)
+            return self._of_runs[key]
         if key not in self._maps:
             self._maps[key] = self._send(slot_of, n_slots)
             if len(self._maps) > _MAPS_KEPT:
@@ -69,6 +78,11 @@ class SlotMaps:
         (present,) = np.nonzero(slot_of >= 0)
         expert_of[slot_of[present]] = present
         return SlotMap(*(torch.from_numpy(m.copy()).to(self._device, non_blocking=True) for m in (slot_of, expert_of)))
+
+
+def _is_run(slot_of: npt.NDArray[np.int32]) -> bool:
+    (present,) = np.nonzero(slot_of >= 0)
+    return len(present) > 0 and int(present[-1] - present[0]) == len(present) - 1
 
 
 class _Part(NamedTuple):
