@@ -240,6 +240,23 @@ def test_slot_maps_are_sent_once() -> None:
     assert maps.of(weights).slot_of.tolist() == list(range(6))
 
 
+def test_slot_maps_of_slabs_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded work refers to them, however many sets of selected experts come by."""
+    monkeypatch.setattr("overspill.kernels.triton.moe._MAPS_KEPT", 2)
+    maps, weights = SlotMaps(DEVICE), problem(1, 6, 1).weights
+    part = maps.of(slab(weights, 2, 5, n_experts=6))
+
+    def selected(*ids: int) -> ExpertWeights:
+        slot_of = np.full(6, -1, np.int32)
+        slot_of[list(ids)] = range(len(ids))
+        return replace(slab(weights, 0, len(ids), n_experts=6), slot_of=slot_of)
+
+    found = [maps.of(selected(*ids)) for ids in ((0, 2), (0, 3), (1, 3), (0, 2, 4))]
+    assert maps.of(selected(0, 2, 4)) is found[-1]
+    assert maps.of(selected(0, 2)) is not found[0]
+    assert maps.of(slab(weights, 2, 5, n_experts=6)) is part
+
+
 @pytest.mark.parametrize(("n_pairs", "rows"), [(8, 16), (128 * 17, 32), (128 * 49, 64), (128 * 97, 128), (10**6, 128)])
 def test_tiles_grow_with_the_rows_an_expert_gets(n_pairs: int, rows: int) -> None:
     assert grouped.tile_rows(n_pairs, 128) == rows
