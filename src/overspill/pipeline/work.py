@@ -8,7 +8,7 @@ the ubatch's segments decide alone are recorded and replayed (`pipeline.recorded
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -111,14 +111,15 @@ class Work:
         if repeated is None:
             stream.launch(make(action, ubatch), label=action.label, reads=reads, writes=writes)
             return
-        name = self._name_of(action)
-        recording = repeated.recordings.get(name)
+        recording = repeated.recordings.get(action.work_name)
         if recording is not None:
             stream.replay(recording, label=action.label, reads=reads, writes=writes)
             return
         body = make(action, ubatch)
         stream.launch(body, label=action.label, reads=reads, writes=writes)
-        self._of_device(action, stream).record(repeated, name, body, max(1, action.last_layer - action.layer))
+        self._of_device(action, stream).record(
+            repeated, action.work_name, body, max(1, action.last_layer - action.layer)
+        )
 
     def _repeated(self, action: Action, stream: Stream, ubatch: Ubatch) -> Repeated | None:
         """Where recordings of such work are kept; None where it is issued. Selected experts are never the same."""
@@ -131,10 +132,6 @@ class Work:
 
     def _of_device(self, action: Action, stream: Stream) -> OfDevice:
         return self._recorded.on(action.device, stream.device, self._tables[action.device])
-
-    def _name_of(self, action: Action) -> Hashable:
-        """All that decides about the work of an action, but for its device and its ubatch."""
-        return action.work_name
 
     def output_rows(self, ubatch: Ubatch, chunk: int) -> tuple[int, ...]:
         """Rows of a ubatch whose logits one OUTPUT action computes."""
