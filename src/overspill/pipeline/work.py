@@ -20,6 +20,7 @@ from overspill.gpu_memory import FEW_TOKENS
 from overspill.kernels import Ops
 from overspill.kernels.sharing import CacheState
 from overspill.models.base import HParams, Model, Routing, UbatchView, forward_layer
+from overspill.pipeline.copies import copy, hand_off, hand_tile, read_ids
 from overspill.pipeline.ledger import Resource
 from overspill.pipeline.memory import Memory
 from overspill.pipeline.recorded import OfDevice, Recorded, Repeated
@@ -90,18 +91,18 @@ class Work:
             return  # nothing was uploaded where the experts selected have all found room in earlier slabs
         match action.verb:
             case Verb.INPUTS:
-                self._copy(action, stream, len(ubatches) * 2 * self._memory.sizes.n_ubatch * 4)
+                copy(self._memory, action, stream, len(ubatches) * 2 * self._memory.sizes.n_ubatch * 4)
             case Verb.UPLOAD:
                 self._upload(action, stream)
             case Verb.READ_IDS:
-                self._read_ids(action, stream, ubatches[action.ubatch])
+                read_ids(self._memory, action, stream, ubatches[action.ubatch])
             case Verb.HAND_OFF:
-                self._hand_off(action, stream, ubatches[action.ubatch])
+                hand_off(self._memory, action, stream, ubatches[action.ubatch])
             case Verb.HAND_DOWN | Verb.HAND_UP:
-                self._hand_tile(action, stream, ubatches[action.ubatch])
+                hand_tile(self._memory, action, stream, ubatches[action.ubatch])
             case Verb.DOWNLOAD:
                 n_rows = len(self.output_rows(ubatches[action.ubatch], action.chunk))
-                self._copy(action, stream, n_rows * self._model.hparams.n_vocab * 4)
+                copy(self._memory, action, stream, n_rows * self._model.hparams.n_vocab * 4)
             case _:
                 raise AssertionError(action.verb)
 
@@ -144,7 +145,7 @@ class Work:
 
     def n_tiles(self, ubatch: Ubatch) -> int:
         """Tiles of host memory that hidden states take on their way to a device that no direct copy reaches."""
-        return -(-self._x_bytes(ubatch) // self._memory.tile_bytes)
+        return -(-ubatch.n_tokens * self._memory.x_row_bytes // self._memory.tile_bytes)
 
     def select(self, i_layer: int, ids: set[int]) -> None:
         """From now on the layer's slabs hold these experts only, packed into as few slabs as possible."""
@@ -396,31 +397,3 @@ class Work:
             if len(pinned) < len(parts):
                 pageable = [part for part in parts if not part.src.is_pinned]
                 self._rings[action.device].upload(stream, slot, pageable, label=action.label)
-
-    def _copy(self, action: Action, stream: Stream, n_bytes: int) -> None:
-        (source,), (target,) = self._memory[action.reads[0]], self._memory[action.writes[0]]
-        stream.copy(target, source, n_bytes=n_bytes, label=action.label)
-
-    def _hand_off(self, action: Action, stream: Stream, ubatch: Ubatch) -> None:
-        sources, targets = self._memory.all_of(action.reads), self._memory.all_of(action.writes)
-        for source, target in zip(sources, targets, strict=True):
-            n_rows = len(source.raw())
-            n_bytes = source.n_bytes // n_rows * min(n_rows, ubatch.n_tokens)
-            stream.copy(target, source, n_bytes=n_bytes, label=action.label)
-
-    def _x_bytes(self, ubatch: Ubatch) -> int:
-        return ubatch.n_tokens * self._memory.x_row_bytes
-
-    def _hand_tile(self, action: Action, stream: Stream, ubatch: Ubatch) -> None:
-        (source,), (target,) = self._memory[action.reads[0]], self._memory[action.writes[0]]
-        first = action.chunk * self._memory.tile_bytes
-        n_bytes = min(self._memory.tile_bytes, self._x_bytes(ubatch) - first)
-        if action.verb is Verb.HAND_DOWN:
-            stream.copy(target, source, n_bytes=n_bytes, src_offset=first, label=action.label)
-        else:
-            stream.copy(target, source, n_bytes=n_bytes, dst_offset=first, label=action.label)
-
-    def _read_ids(self, action: Action, stream: Stream, ubatch: Ubatch) -> None:
-        _, ids, _ = self._memory[action.reads[0]]
-        n_bytes = ubatch.n_tokens * self._model.hparams.n_expert_used * 4
-        stream.copy(self._one(action.writes[0]), ids, n_bytes=n_bytes, label=action.label)
