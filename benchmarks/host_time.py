@@ -235,6 +235,7 @@ def main() -> None:
         "n_wave": n,
         "n_ubatch": N_UBATCH,
         "cpu_moe": True,
+        "record_prompts": True,
         "schedule": "breadth-first",
         "grain": 1,
     }

@@ -84,7 +84,8 @@ def _with_sampling(command: Callable[..., None]) -> Callable[..., None]:
 
 def _flag(name: str) -> Any:
     option = typer.Option(*FLAGS[name], help=HELP[name], rich_help_panel="Machine and plan")
-    kind: Any = {"cpu_moe": bool, "force_xdev_sync": bool, "override_tensor": list[str] | None}.get(name, str | None)
+    kinds = dict.fromkeys(("cpu_moe", "force_xdev_sync", "record_prompts"), bool)
+    kind: Any = {**kinds, "override_tensor": list[str] | None}.get(name, str | None)
     return Annotated[kind, option]
 
 

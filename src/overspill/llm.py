@@ -43,6 +43,7 @@ from overspill.pipeline.cache_pace import CachePace
 from overspill.pipeline.choose import choose
 from overspill.pipeline.memory import Memory, Sizes
 from overspill.pipeline.reading import LoadMode
+from overspill.pipeline.recorded import Recorded
 from overspill.pipeline.residence import read_ahead
 from overspill.pipeline.runner import Runner
 from overspill.pipeline.schedule import WaveSchedule
@@ -150,13 +151,14 @@ class LLM:
                 step_work = StepWork(*parts, tables=tables)
                 pace = CachePace(self.plan.uncached)
                 steps = StepRunner(self.devices, layout, memory, step_work, tables, self.n_threads, pace)
+            recorded = Recorded(self.sizes.n_ubatches) if self.options.record_prompts else None
             has_tally = n_spread and loaded.host_experts
             self._tally = SpreadTally(self.devices, memory, layout, loaded.host_experts) if has_tally else None
             self.runner = Runner(
                 self.devices,
                 layout,
                 memory,
-                Work(*parts, tables=tables),
+                Work(*parts, tables=tables, recorded=recorded),
                 max_in_flight=self.plan.max_in_flight,
                 waits_on_host=self.options.force_xdev_sync,
                 steps=steps,

@@ -13,7 +13,14 @@ from overspill.cache.cells import CellType
 from overspill.errors import UserError
 from overspill.gguf.source import ModelSource
 from overspill.gguf.types import TensorType
-from overspill.gpu_memory import DEFAULT_WEIGHT_BYTES, DENSE_PART_BYTES, MAX_SPREAD_TOKENS, scratch_bytes
+from overspill.gpu_memory import (
+    DEFAULT_WEIGHT_BYTES,
+    DENSE_PART_BYTES,
+    MAX_RECORDED_LAYERS,
+    MAX_SPREAD_TOKENS,
+    RECORDED_LAYER_BYTES,
+    scratch_bytes,
+)
 from overspill.models.describe import dense_wide_bytes, model_shape
 from overspill.models.specs.base import HParams, TensorSpec
 from overspill.options import Options, flag_of
@@ -102,12 +109,19 @@ def needs_on(
     rounded_bytes = 0 if cells is CellType.BF16 else 2 * n_heads_dim
     experts = (hp.n_expert, hp.n_expert_used, hp.n_ff_exp if hp.n_expert else hp.n_ff)
     logits_bytes = 4 * N_LOGIT_ROWS * hp.n_vocab
+    graph_bytes = MAX_RECORDED_LAYERS * RECORDED_LAYER_BYTES if options.record_prompts else 0
     return lambda n_ubatch: KernelNeeds(
         wide_value_bytes=WIDE_VALUE_BYTES,
         normed_value_bytes=2,
         scratch_bytes=scratch_bytes(
-            n_ubatch, n_embd=hp.n_embd, n_heads_dim=n_heads_dim, n_kv_dim=hp.n_head_kv * hp.head_dim, experts=experts
+            n_ubatch,
+            n_embd=hp.n_embd,
+            n_heads_dim=n_heads_dim,
+            n_kv_dim=hp.n_head_kv * hp.head_dim,
+            experts=experts,
+            n_pools=2 if options.record_prompts else 1,
         )
+        + graph_bytes
         + (4 * hp.n_scratch + rounded_bytes) * n_ubatch,
         head_bytes=logits_bytes + DENSE_PART_BYTES,
         resident_bytes=DEFAULT_WEIGHT_BYTES if hp.n_expert else 0,

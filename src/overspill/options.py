@@ -102,6 +102,9 @@ class Options:
     )
     host_stage_tile_mib: int = _option(16, "--host-stage-tile-mib", "size of a piece of a hand-off through host memory")
     force_xdev_sync: bool = _option(False, "--force-xdev-sync", "debugging: the host waits wherever devices do")
+    record_prompts: bool = _option(
+        False, "--record-prompts", "testing: prompts replay what they did before; on GPUs, bits may differ"
+    )
     load_mode: str = _option("auto", "--load-mode -lm", "auto, none, mmap, mlock, mmap+mlock or dio")
     load_threads: int = _option(4, "--load-threads -tl", "threads that read experts into host RAM")
     routing: str = _option(

@@ -1,6 +1,4 @@
-"""Long and short prompts on GPUs: the same bits whatever the schedule, the devices, late streams or old memory, and
-whether their work is issued, or recorded and replayed.
-"""
+"""Long and short prompts on GPUs: the same bits whatever the schedule, the devices, late streams or old memory."""
 
 from __future__ import annotations
 
@@ -58,7 +56,7 @@ def poison(llm: LLM) -> None:
 def run(*, before: Callable[[LLM], None] = poison, **options: object) -> list[torch.Tensor]:
     """Logits of two prompts of each length, one after the other in the same engine.
 
-    Each comes twice, in turn: the first is issued, the second issued and recorded, and then both are replayed.
+    Each comes twice, in turn: with `record_prompts` one is issued, one recorded, both are replayed.
     """
     with LLM(model(), **COMMON, **options) as llm:
         results = []

@@ -25,6 +25,7 @@ from overspill.models.specs.base import HParams
 from overspill.pipeline import weights
 from overspill.pipeline.memory import Memory, Precision, Sizes
 from overspill.pipeline.reading import LoadMode
+from overspill.pipeline.recorded import Recorded
 from overspill.pipeline.residence import Residence
 from overspill.pipeline.runner import Runner
 from overspill.pipeline.schedule import Order, Policy, WaveSchedule
@@ -286,7 +287,7 @@ def pipe(
             devices,
             layout,
             memory,
-            Work(*parts, tables=tables),
+            Work(*parts, tables=tables, recorded=Recorded(n_ubatches)),
             max_in_flight=max_in_flight,
             waits_on_host=waits_on_host,
             steps=steps,

@@ -28,7 +28,7 @@ FROZEN_FLAGS = """
 --ctx-size -c | --ubatch-size -ub | --n-wave --batch-size -b | --parallel -np | --ctx-checkpoints -ctxcp
 --prefix-reuse | --cache-ram -cram | --max-wave-ms | --schedule | --grain | --policy
 --slab-mib | --staging-slots | --max-in-flight | --threads -t | --chaos-seed | --trace | --host-stage -hs
---host-stage-tile-mib | --force-xdev-sync | --load-mode -lm
+--host-stage-tile-mib | --force-xdev-sync | --record-prompts | --load-mode -lm
 --load-threads -tl | --routing | --async-load | --virtual-h2d-gbps
 """
 

@@ -2,7 +2,7 @@
 
 pp: a prompt of random ids (or of a text) through the pipeline, from the first token to the logits of the last. tg:
 tokens one by one, no sampling, each waited for. pg: both in one timed region. A test at depth d first fills d cells,
-outside the clock. Each test is warmed up by two whole runs of its own shape: at the second, its work is recorded. Rates
+outside the clock. Each test is warmed up by a whole run of its own shape, by two where the second is recorded. Rates
 are the mean over repetitions of tokens / seconds, with the sample standard deviation.
 """
 
@@ -24,8 +24,6 @@ from overspill.llm import LLM
 from overspill.options import options_from
 from overspill.pipeline.simulate import WaveShape
 from overspill.pipeline.wave import Ubatch, Wave
-
-_N_WARM_UPS = 2
 
 
 @dataclass(frozen=True)
@@ -128,8 +126,8 @@ def measure(llm: LLM, test: Test, repetitions: int, ids: Sequence[int] | None = 
     if test.n_tokens + test.n_depth > llm.sizes.n_cells:
         raise UserError(f"{test.name} needs {test.n_tokens + test.n_depth} cells, the context has {llm.sizes.n_cells}")
     started = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-    samples = []
-    for i in range(repetitions + _N_WARM_UPS):
+    samples, n_warm_ups = [], 2 if llm.options.record_prompts else 1
+    for i in range(repetitions + n_warm_ups):
         prompt = _ids(llm, test, ids, i)
         _run_prompt(llm, prompt[: test.n_depth], first_pos=0)
         llm.runner.synchronize_host()
@@ -137,7 +135,7 @@ def measure(llm: LLM, test: Test, repetitions: int, ids: Sequence[int] | None = 
         begin = time.perf_counter_ns()
         _run_prompt(llm, prompt[test.n_depth : test.n_depth + test.n_prompt], first_pos=test.n_depth)
         _generate(llm, prompt[test.n_depth + test.n_prompt :], first_pos=test.n_depth + test.n_prompt)
-        if i >= _N_WARM_UPS:
+        if i >= n_warm_ups:
             samples.append(time.perf_counter_ns() - begin)
     return Result(test, _facts(llm), tuple(samples), llm.counters(), _predict(llm, test), started)
 

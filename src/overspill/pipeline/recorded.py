@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 from overspill.cache.cells import Segment
 from overspill.device.base import CannotRecord, Device, Recording
+from overspill.gpu_memory import MAX_RECORDED_LAYERS
 from overspill.kernels import Ops
 from overspill.models.base import UbatchView
 from overspill.pipeline.wave import Ubatch
@@ -28,8 +29,7 @@ from overspill.pipeline.wave import Ubatch
 _log = logging.getLogger(__name__)
 
 _SEEN_KEPT = 4096
-LAYERS_KEPT = 2048
-"""Most layers in the recordings of a device, attention and experts counted apart; a graph of one took 130 KiB."""
+LAYERS_KEPT = MAX_RECORDED_LAYERS
 
 _LEAST_UBATCHES = 16
 

@@ -23,7 +23,7 @@ from overspill.models.base import HParams, Model, Routing, UbatchView, forward_l
 from overspill.pipeline.copies import copy, hand_off, hand_tile, read_ids
 from overspill.pipeline.ledger import Resource
 from overspill.pipeline.memory import Memory
-from overspill.pipeline.recorded import OfDevice, Recorded, Repeated
+from overspill.pipeline.recorded import OfDevice, Recorded
 from overspill.pipeline.ring import PinnedRing
 from overspill.pipeline.schedule import Action, Verb
 from overspill.pipeline.split import Layout
@@ -38,7 +38,7 @@ _REPEATED = frozenset({Verb.ATTEND, Verb.EXPERTS, Verb.LAYERS, Verb.WIDEN})
 class Work:
     """The verbs over one model's memory.
 
-    host_ops: kernels of the CPU; tables: of the devices, by number.
+    host_ops: kernels of the CPU; tables: of the devices, by number. recorded: None: all work is issued.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class Work:
         rings: Mapping[int, PinnedRing],
         *,
         tables: Sequence[Ops],
+        recorded: Recorded | None = None,
     ) -> None:
         self._model = model
         self._layout = layout
@@ -62,7 +63,7 @@ class Work:
         self._slab_ids: dict[tuple[int, int], Sequence[int]] = {}
         # Made by the first work of a wave, on its device, that needs them.
         self._views: defaultdict[tuple[int, int], list[UbatchView]] = defaultdict(list)
-        self._recorded = Recorded(memory.sizes.n_ubatches)
+        self._recorded = recorded
         self._caches: dict[int, KvCache] = {}
         self._wide: dict[tuple[int, int, int], ExpertWeights] = {}
         self._compute: dict[Verb, Callable[[Action, Ubatch], _Body]] = {
@@ -108,8 +109,9 @@ class Work:
 
     def _launch(self, action: Action, stream: Stream, make: Callable[[Action, Ubatch], _Body], ubatch: Ubatch) -> None:
         reads, writes = self._memory.all_of(action.reads), self._memory.all_of(action.writes)
-        repeated = self._repeated(action, stream, ubatch)
-        if repeated is None:
+        of_device = self._recordings(action, stream)
+        repeated = of_device and of_device.of(action.ubatch, ubatch.segments if action.ubatch >= 0 else ())
+        if of_device is None or repeated is None:
             stream.launch(make(action, ubatch), label=action.label, reads=reads, writes=writes)
             return
         recording = repeated.recordings.get(action.work_name)
@@ -118,20 +120,14 @@ class Work:
             return
         body = make(action, ubatch)
         stream.launch(body, label=action.label, reads=reads, writes=writes)
-        self._of_device(action, stream).record(
-            repeated, action.work_name, body, max(1, action.last_layer - action.layer)
-        )
+        of_device.record(repeated, action.work_name, body, max(1, action.last_layer - action.layer))
 
-    def _repeated(self, action: Action, stream: Stream, ubatch: Ubatch) -> Repeated | None:
-        """Where recordings of such work are kept; None where it is issued. Selected experts are never the same."""
-        if action.verb not in _REPEATED or not stream.device.can_record:
+    def _recordings(self, action: Action, stream: Stream) -> OfDevice | None:
+        """Of such work; None where it is always issued. Selected experts are never the same."""
+        if self._recorded is None or action.verb not in _REPEATED or not stream.device.can_record:
             return None
         if (action.layer, action.slab) in self._slab_ids:
             return None
-        m = action.ubatch
-        return self._of_device(action, stream).of(m, ubatch.segments if m >= 0 else ())
-
-    def _of_device(self, action: Action, stream: Stream) -> OfDevice:
         return self._recorded.on(action.device, stream.device, self._tables[action.device])
 
     def output_rows(self, ubatch: Ubatch, chunk: int) -> tuple[int, ...]:
@@ -164,7 +160,8 @@ class Work:
 
         ubatches: those that are about to be computed.
         """
-        self._recorded.begin_wave(ubatches)
+        if self._recorded is not None:
+            self._recorded.begin_wave(ubatches)
         self._slab_ids.clear()
         self._views = defaultdict(list)
 
@@ -185,7 +182,7 @@ class Work:
 
     def _views_of(self, action: Action, ubatch: Ubatch) -> list[UbatchView]:
         """The view that layers share, or an empty list for it."""
-        repeated = self._recorded.known(action.device, action.ubatch)
+        repeated = self._recorded and self._recorded.known(action.device, action.ubatch)
         return self._views[action.device, action.ubatch] if repeated is None else repeated.views
 
     def _cache(self, i_layer: int) -> KvCache:
