@@ -110,7 +110,8 @@ class Work:
     def _launch(self, action: Action, stream: Stream, make: Callable[[Action, Ubatch], _Body], ubatch: Ubatch) -> None:
         reads, writes = self._memory.all_of(action.reads), self._memory.all_of(action.writes)
         of_device = self._recordings(action, stream)
-        repeated = of_device and of_device.of(action.ubatch, ubatch.segments if action.ubatch >= 0 else ())
+        place = action.ubatch, ubatch.segments if action.ubatch >= 0 else ()
+        repeated = None if of_device is None else of_device.of(*place)
         if of_device is None or repeated is None:
             stream.launch(make(action, ubatch), label=action.label, reads=reads, writes=writes)
             return
@@ -182,7 +183,7 @@ class Work:
 
     def _views_of(self, action: Action, ubatch: Ubatch) -> list[UbatchView]:
         """The view that layers share, or an empty list for it."""
-        repeated = self._recorded and self._recorded.known(action.device, action.ubatch)
+        repeated = None if self._recorded is None else self._recorded.known(action.device, action.ubatch)
         return self._views[action.device, action.ubatch] if repeated is None else repeated.views
 
     def _cache(self, i_layer: int) -> KvCache:
