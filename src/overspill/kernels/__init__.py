@@ -14,6 +14,7 @@ import torch
 
 from overspill.kernels.sharing import Divide, Fetch, Fill, LookUp, Mail
 from overspill.quant.experts import Activation, ExpertWeights
+from overspill.quant.panels import Panels
 from overspill.quant.q8_rows import TORCH_ROWS, Q8Rows
 from overspill.quant.qtensor import QTensor
 
@@ -263,7 +264,8 @@ class Ops:
     linear_heads: a matrix for each head: `x [T, H, K]`, weight `[H, N, K]` -> `[T, H, N]`.
     rms_norm: `x [..., D]`, weight `[D]`, eps -> x / sqrt(mean(x^2) + eps) * weight.
     widen: dequantise staged experts into bfloat16 stacks of the same shapes, once for all ubatches of a wave; None
-    where kernels rather read the blocks. plain: the same for one matrix, when a model is loaded.
+    where kernels rather read the blocks. plain: the same for one matrix, when a model is loaded. interleave: rows to
+    panels, likewise; None where kernels rather read rows.
     prepare_heads, route: several of the others at once; None where that gains nothing.
     add_linear: `y [T, N]`, `x [T, K]`, weight `[N, K]` -> y + x W^T; None likewise. linears: `linear` of one x with
     several weights, each result with rows of any stride; None likewise. norm_linears: `linears` of `rms_norm(x [T, K],
@@ -293,6 +295,7 @@ class Ops:
     fill: Fill
     widen: Callable[[ExpertWeights, ExpertWeights], None] | None = None
     plain: Callable[[QTensor, QTensor], None] | None = None
+    interleave: Callable[[QTensor, Panels], None] | None = None
     prepare_heads: PrepareHeads | None = None
     route: Route | None = None
     add_linear: Callable[[torch.Tensor, torch.Tensor, QTensor], torch.Tensor] | None = None

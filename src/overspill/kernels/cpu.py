@@ -51,7 +51,7 @@ def _has_kernel(type: TensorType) -> bool:
 
 def embed(weight: QTensor, ids: torch.Tensor) -> torch.Tensor:
     """Rows of a weight."""
-    return fast.rows_of(weight, ids) if _has_kernel(weight.type) else ref.embed(weight, ids)
+    return fast.rows_of(weight.in_rows(), ids) if _has_kernel(weight.type) else ref.embed(weight, ids)
 
 
 def linear(x: torch.Tensor, weight: QTensor) -> torch.Tensor:
@@ -228,6 +228,7 @@ OPS = Ops(
     look_up=look_up,
     fill=fill,
     experts=experts,
+    interleave=fast.interleave if fast.HAS_BYTE_PRODUCTS else None,
     prepare_heads=prepare_heads,
     route=route,
     add_linear=add_linear,

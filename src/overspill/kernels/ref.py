@@ -16,7 +16,7 @@ from overspill.quant.qtensor import QTensor
 
 def embed(weight: QTensor, ids: torch.Tensor) -> torch.Tensor:
     """Dequantised rows of `weight [V, D]`."""
-    rows = weight.data[ids.long()]
+    rows = weight.in_rows().data[ids.long()]
     return dequantize(QTensor(rows, weight.type, (len(ids), weight.shape[1])))
 
 

@@ -244,4 +244,4 @@ def _in_window(segment: Segment, first: int, n_window: int, device: torch.device
 def _of_groups(weight: QTensor, n_groups: int) -> QTensor:
     """A matrix `[G * N, K]` as one for each group."""
     n, k = weight.shape
-    return QTensor(weight.data.unflatten(0, (n_groups, -1)), weight.type, (n_groups, n // n_groups, k))
+    return QTensor(weight.in_rows().data.unflatten(0, (n_groups, -1)), weight.type, (n_groups, n // n_groups, k))

@@ -2,21 +2,18 @@
 
 Weights of a device are read into a small pinned ring and go up from there; experts whose home is the host but whose
 layer computes on an accelerator go into the arena, from where slabs are uploaded; what the CPU itself computes with
-stays where the file is mapped, or is read into memory of its own, as the load mode says: `auto` reads what fills huge
-pages into such, where the CPU finds it with fewer looks at page tables, as long as half of the free memory is left.
+stays where the file is mapped, or is read into memory of its own (`host_matrices`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 
 import torch
 
-from overspill.device.base import Buffer, Device, Devices, Event, MemoryKind
-from overspill.device.cpu import HUGE_PAGE_BYTES
+from overspill.device.base import Buffer, Device, Devices, Event, HostDevice, MemoryKind
 from overspill.device.lane import Lane
 from overspill.gguf.source import ModelSource
 from overspill.gguf.tensors import TensorInfo
@@ -27,8 +24,9 @@ from overspill.models.describe import is_widened
 from overspill.models.layers import PARTS, expert_vectors
 from overspill.pipeline.arena import Arena
 from overspill.pipeline.host_budget import LOAD_CHUNK_BYTES, load_chunk_bytes
-from overspill.pipeline.reading import LoadMode, ReadInto, TensorReader, reader_of, tensor_over
-from overspill.pipeline.residence import Bytes, Residence, lock, read_at_random, reserve_bytes
+from overspill.pipeline.host_matrices import HostMatrices
+from overspill.pipeline.reading import LoadMode, ReadInto, TensorReader, reader_of
+from overspill.pipeline.residence import Bytes, Residence, lock, reserve_bytes
 from overspill.pipeline.ring import LoadRing, PinnedRing
 from overspill.pipeline.slabs import WIDE_VALUE_BYTES
 from overspill.pipeline.split import Layout
@@ -39,7 +37,6 @@ from overspill.quant.experts import ExpertVectors
 from overspill.quant.qtensor import QTensor
 
 _RING_BYTES = LOAD_CHUNK_BYTES
-_PART_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,6 +160,10 @@ def _vectors(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
     return [s for s in specs if any(s.name.endswith((f".{part}.bias", f".{part}.scale")) for part in PARTS)]
 
 
+def _free_bytes(host: HostDevice) -> int:
+    return host.free_bytes - reserve_bytes(host.total_bytes)
+
+
 class _Loader:
     def __init__(
         self,
@@ -187,20 +188,25 @@ class _Loader:
         self._is_asynchronous = is_asynchronous
         self._widens_dense = widens_dense
         self._ring: LoadRing | None = None
-        self._mapped: dict[str, Bytes] = {}
-        self._n_copied_bytes = 0
         self._n_device_bytes = 0
-        self._huge_bytes = self.budget_bytes // 2 if mode is LoadMode.AUTO else 0
+        self._on_host = HostMatrices(
+            source,
+            reader,
+            devices.host,
+            mode,
+            n_threads=n_threads,
+            huge_bytes=_free_bytes(devices.host) // 2,
+            interleave=ops_of(devices.host).interleave,
+        )
 
     @property
     def budget_bytes(self) -> int:
         """What may be pinned now: what is free less a reserve and the mapped weights that should stay in memory."""
-        host = self._devices.host
-        return host.free_bytes - reserve_bytes(host.total_bytes) - self._n_mapped_bytes
+        return _free_bytes(self._devices.host) - self._n_mapped_bytes
 
     @property
     def _n_mapped_bytes(self) -> int:
-        return sum(len(view) for view in self._mapped.values())
+        return sum(len(view) for view in self._on_host.mapped.values())
 
     def block(
         self, device: Device, specs: Iterable[TensorSpec], *, tied: bool = False, is_counted: bool = True
@@ -217,7 +223,7 @@ class _Loader:
             if len(spec.shape) == 1 or name.endswith(".bias"):
                 vectors[name] = self._vector(device, spec)
             else:
-                matrices[name] = self._matrix(device, spec)
+                matrices[name] = self._matrix(device, spec, is_table=name == TOKEN_EMBEDDING)
             if is_counted:
                 self._progress(self._source.tensors[spec.name].n_bytes)
         return Block(self._ops_of(device), matrices, vectors)
@@ -230,7 +236,7 @@ class _Loader:
 
     def settle(self, arena: Arena) -> tuple[Residence, tuple[Bytes, ...]]:
         """Lock what stays in the mapped file, if wanted. Returns where all is, and what is mapped but not locked."""
-        views = tuple(self._mapped.values())
+        views = tuple(self._on_host.mapped.values())
         n_locked = lock(views, self.budget_bytes + self._n_mapped_bytes) if self._mode.is_locked and views else 0
         residence = Residence(
             self._mode,
@@ -238,51 +244,24 @@ class _Loader:
             arena.pinned_bytes,
             arena.pageable_bytes,
             self._n_mapped_bytes,
-            self._n_copied_bytes,
+            self._on_host.n_copied_bytes,
             n_locked,
         )
         return residence, (*(() if n_locked else views), *arena.mapped)
 
-    def _matrix(self, device: Device, spec: TensorSpec) -> QTensor:
+    def _matrix(self, device: Device, spec: TensorSpec, *, is_table: bool) -> QTensor:
+        """is_table: rows of it are looked up."""
         info = self._source.tensors[spec.name]
         shape = info.shape if spec.is_padded else spec.shape
         if device.is_host:
-            return QTensor.from_bytes(self._on_host(info), info.type, shape)
+            is_table = is_table or role_of(info.name)[0] is Role.LOOKUP
+            return self._on_host.table(info, shape) if is_table else self._on_host.matrix(info, shape)
         plain = self._ops_of(device).plain
         if self._widens_dense and plain is not None and is_widened(info):
             return self._plain(device, info, plain)
         target = self._new(device, info.n_bytes, info.name)
         self._send(target, self._reader.open(info.name))
         return QTensor.from_bytes(target.raw(), info.type, shape)
-
-    def _on_host(self, info: TensorInfo) -> torch.Tensor:
-        """Bytes of a tensor that the CPU computes with: where they are, unless the mode wants a copy."""
-        if role_of(info.name)[0] is Role.LOOKUP:
-            return tensor_over(read_at_random(self._source.bytes_of(info.name)))
-        is_in_file = self._source.file_range(info.name) is not None
-        if not is_in_file or (self._mode.is_mapped and not self._takes_huge_pages(info.n_bytes)):
-            view = self._source.bytes_of(info.name)
-            if is_in_file:
-                self._mapped[info.name] = view
-            else:
-                self._n_copied_bytes += info.n_bytes
-            return tensor_over(view)
-        target = self._devices.host.allocate((info.n_bytes,), torch.uint8, kind=MemoryKind.WEIGHTS, name=info.name)
-        self._n_copied_bytes += info.n_bytes
-        self._read_in_parts(self._reader.open(info.name), target.host_tensor)
-        return target.host_tensor
-
-    def _takes_huge_pages(self, n_bytes: int) -> bool:
-        """In mode `auto`: whether a tensor moves there; if so, it is counted."""
-        if not HUGE_PAGE_BYTES <= n_bytes <= self._huge_bytes:
-            return False
-        self._huge_bytes -= n_bytes
-        return True
-
-    def _read_in_parts(self, read: ReadInto, target: torch.Tensor) -> None:
-        firsts = range(0, target.numel(), _PART_BYTES)
-        with ThreadPoolExecutor(self._n_threads) as pool:
-            list(pool.map(lambda first: read(first, target[first : first + _PART_BYTES]), firsts))
 
     def _plain(self, device: Device, info: TensorInfo, plain: Callable[[QTensor, QTensor], None]) -> QTensor:
         """A matrix in bfloat16; its blocks are on the device only for as long as it takes."""
@@ -303,7 +282,7 @@ class _Loader:
         self._reader.open(info.name)(0, raw)
         values = dequantize(QTensor.from_bytes(raw, info.type, info.shape)).contiguous()
         if device.is_host:
-            self._n_copied_bytes += values.nbytes
+            self._on_host.n_copied_bytes += values.nbytes
             return values.view(spec.shape)
         flat = values.view(torch.uint8).flatten()
         target = self._new(device, flat.numel(), spec.name)

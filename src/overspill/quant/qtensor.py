@@ -47,6 +47,10 @@ class QTensor:
         dtype = _DTYPES.get(self.type)
         return None if dtype is None else self.data.view(dtype)
 
+    def in_rows(self) -> QTensor:
+        """The weight as a file has it."""
+        return self
+
     def __getitem__(self, index: int) -> QTensor:
         return QTensor(self.data[index], self.type, self.shape[1:])
 

@@ -15,14 +15,16 @@ from overspill.kernels.numba.attend import attend_few
 from overspill.kernels.numba.crew import use_threads, use_threads_by_default
 from overspill.kernels.numba.decode import DECODERS
 from overspill.kernels.numba.experts import PreparedExperts, TokenExperts, experts
+from overspill.kernels.numba.interleave import interleave
 from overspill.kernels.numba.lookup import rows_of
 from overspill.kernels.numba.matmul import add_matmul, matmul, matmuls
 from overspill.kernels.numba.one_token import TokenAttention, TokenRouter
 from overspill.kernels.numba.pick import pick_experts
 from overspill.kernels.numba.rows import norm_rows, prepare_heads
-from overspill.kernels.numba.target import UNIT_ELEMENTS
+from overspill.kernels.numba.target import HAS_BYTE_PRODUCTS, UNIT_ELEMENTS
 
 __all__ = [
+    "HAS_BYTE_PRODUCTS",
     "UNIT_ELEMENTS",
     "PreparedExperts",
     "TokenAttention",
@@ -32,6 +34,7 @@ __all__ = [
     "attend_few",
     "experts",
     "has_kernel",
+    "interleave",
     "matmul",
     "matmuls",
     "norm_rows",

@@ -22,7 +22,7 @@ from overspill.gguf.types import TensorType
 from overspill.kernels.numba.digits import GROUP_BYTES, HALF_SUMS_AT, STEP_AT, SUM_AT
 from overspill.kernels.numba.emit import I8, I32, I64, Emitter, Vec, const, const_vec
 from overspill.kernels.numba.jit import intrinsic
-from overspill.kernels.numba.lanes import N_LANES, Lanes
+from overspill.kernels.numba.lanes import N_LANES, Layout, PanelLanes, RowLanes
 from overspill.kernels.numba.native import c_function
 from overspill.kernels.numba.target import SOURCE_DIGEST
 from overspill.kernels.numba.unpack import UNPACKERS, Group
@@ -41,12 +41,12 @@ def group_bytes(n_steps: int) -> int:
 
 
 @cache
-def unpack_address(type: TensorType) -> int:
+def unpack_address(type: TensorType, layout: Layout) -> int:
     """C function (rows, row_bytes, n_rows, first_unit, n_units, ahead, out), see `_emit_unpack`."""
-    type_id, digest = int(type), SOURCE_DIGEST
+    type_id, layout_id, digest = int(type), int(layout), SOURCE_DIGEST
 
     def unpack(rows, row_bytes, n_rows, first_unit, n_units, ahead, out):
-        _unpack(type_id, digest, (rows, row_bytes, n_rows, first_unit, n_units, ahead, out))
+        _unpack(type_id, layout_id, digest, (rows, row_bytes, n_rows, first_unit, n_units, ahead, out))
 
     return c_function(unpack, N_UNPACK_ARGS)
 
@@ -63,34 +63,34 @@ def digit_tile_address(n_tokens: int, n_steps: int) -> int:
 
 
 @cache
-def digit_dot_address(type: TensorType) -> int:
+def digit_dot_address(type: TensorType, layout: Layout) -> int:
     """C function (rows, row_bytes, n_rows, first_unit, n_units, ahead, x, sums), see `_emit_dot`."""
-    type_id, digest = int(type), SOURCE_DIGEST
+    type_id, layout_id, digest = int(type), int(layout), SOURCE_DIGEST
 
     def digit_dot(rows, row_bytes, n_rows, first_unit, n_units, ahead, x, sums):
-        _dot(type_id, digest, (rows, row_bytes, n_rows, first_unit, n_units, ahead, x, sums))
+        _dot(type_id, layout_id, digest, (rows, row_bytes, n_rows, first_unit, n_units, ahead, x, sums))
 
     return c_function(digit_dot, N_DIGIT_DOT_ARGS)
 
 
 @intrinsic(prefer_literal=True)
-def _dot(typing_context, type_id, digest, arguments):
+def _dot(typing_context, type_id, layout_id, digest, arguments):
     def codegen(context, builder, signature, args):
-        type = TensorType(type_id.literal_value)
-        _emit_dot(Emitter(builder), type, *cgutils.unpack_tuple(builder, args[2]))
+        type, layout = TensorType(type_id.literal_value), Layout(layout_id.literal_value)
+        _emit_dot(Emitter(builder), type, layout, *cgutils.unpack_tuple(builder, args[3]))
         return context.get_dummy_value()
 
-    return types.void(type_id, digest, arguments), codegen
+    return types.void(type_id, layout_id, digest, arguments), codegen
 
 
 @intrinsic(prefer_literal=True)
-def _unpack(typing_context, type_id, digest, arguments):
+def _unpack(typing_context, type_id, layout_id, digest, arguments):
     def codegen(context, builder, signature, args):
-        type = TensorType(type_id.literal_value)
-        _emit_unpack(Emitter(builder), type, *cgutils.unpack_tuple(builder, args[2]))
+        type, layout = TensorType(type_id.literal_value), Layout(layout_id.literal_value)
+        _emit_unpack(Emitter(builder), type, layout, *cgutils.unpack_tuple(builder, args[3]))
         return context.get_dummy_value()
 
-    return types.void(type_id, digest, arguments), codegen
+    return types.void(type_id, layout_id, digest, arguments), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -103,11 +103,11 @@ def _tile(typing_context, n_tokens, n_steps, digest, arguments):
     return types.void(n_tokens, n_steps, digest, arguments), codegen
 
 
-def _emit_unpack(e, type, rows, row_bytes, n_rows, first_unit, n_units, ahead, out):
+def _emit_unpack(e, type, layout, rows, row_bytes, n_rows, first_unit, n_units, ahead, out):
     """Units `first_unit ...` of sixteen rows, `PIECE_ELEMENTS` at most, to `out`."""
     out, unpacker = e.pointer(out), UNPACKERS[type]
     out_bytes = group_bytes(unpacker.n_steps) * unpacker.n_groups
-    for i_unit, lanes in _units(e, unpacker, rows, row_bytes, n_rows, first_unit, n_units, ahead):
+    for i_unit, lanes in _UNITS[layout](e, type, rows, row_bytes, n_rows, first_unit, n_units, ahead):
         target = e.at(out, e.offset(i_unit, out_bytes))
         for i_group, group in enumerate(unpacker.run(lanes)):
             at = i_group * group_bytes(unpacker.n_steps)
@@ -115,10 +115,10 @@ def _emit_unpack(e, type, rows, row_bytes, n_rows, first_unit, n_units, ahead, o
                 e.store(vec, target, at + _VECTOR_BYTES * i, _VECTOR_BYTES)
 
 
-def _emit_dot(e, type, rows, row_bytes, n_rows, first_unit, n_units, ahead, x, sums):
+def _emit_dot(e, type, layout, rows, row_bytes, n_rows, first_unit, n_units, ahead, x, sums):
     """The same units times the digits of one token at `x`, added to `sums`, `[16]`."""
     x, sums, unpacker = e.pointer(x), e.pointer(sums), UNPACKERS[type]
-    for i_unit, lanes in _units(e, unpacker, rows, row_bytes, n_rows, first_unit, n_units, ahead):
+    for i_unit, lanes in _UNITS[layout](e, type, rows, row_bytes, n_rows, first_unit, n_units, ahead):
         digits = e.at(x, e.offset(i_unit, GROUP_BYTES * unpacker.n_groups))
         total = e.floats(sums, 0, _VECTOR_BYTES)
         for i_group, group in enumerate(unpacker.run(lanes)):
@@ -126,23 +126,39 @@ def _emit_dot(e, type, rows, row_bytes, n_rows, first_unit, n_units, ahead, x, s
         e.store(total, sums, 0, _VECTOR_BYTES)
 
 
-def _units(e, unpacker, rows, row_bytes, n_rows, first_unit, n_units, ahead):
+def _units_of_rows(e, type, rows, row_bytes, n_rows, first_unit, n_units, ahead):
     """Yields, once, the index of a unit and sixteen rows there: what is emitted then is done for each unit.
 
     Of fewer rows the last one is repeated. The CPU's own prefetcher follows long streams, not sixteen short ones. So,
     while these rows are read, as many bytes at `ahead` are asked for: what will be read soon. They go to the
     second-level cache, as sixteen long rows would not last in the first.
     """
-    b, n_bytes = e.builder, unpacker.n_bytes
+    b, n_bytes = e.builder, type.block.n_bytes
     rows = b.add(rows, b.mul(first_unit, const(n_bytes)))
     rows, row_bytes = _sixteen_rows(e, rows, row_bytes, n_rows, b.mul(n_units, const(n_bytes)))
     ahead = e.pointer(ahead)
     with cgutils.for_range(b, n_units) as units:
-        for line in range(0, n_bytes * N_LANES, 64):
-            e.prefetch(ahead, e.offset(units.index, n_bytes * N_LANES, line), cache=2)
+        _ask_for(e, ahead, units.index, n_bytes * N_LANES)
         offset = e.offset(units.index, n_bytes)
         fours = [e.at(e.pointer(rows), b.add(offset, b.mul(row_bytes, const(i)))) for i in range(0, N_LANES, 4)]
-        yield units.index, Lanes(e, [e.at(four, b.mul(row_bytes, const(i))) for four in fours for i in range(4)])
+        yield units.index, RowLanes(e, [e.at(four, b.mul(row_bytes, const(i))) for four in fours for i in range(4)])
+
+
+def _units_of_panels(e, type, panel, row_bytes, n_rows, first_unit, n_units, ahead):
+    """The same where the sixteen rows are a panel."""
+    n_bytes = type.block.n_bytes * N_LANES
+    start, ahead = e.at(e.pointer(panel), e.offset(first_unit, n_bytes)), e.pointer(ahead)
+    with cgutils.for_range(e.builder, n_units) as units:
+        _ask_for(e, ahead, units.index, n_bytes)
+        yield units.index, PanelLanes(e, e.at(start, e.offset(units.index, n_bytes)), type)
+
+
+def _ask_for(e, ahead, i_unit, n_bytes):
+    for line in range(0, n_bytes, _VECTOR_BYTES):
+        e.prefetch(ahead, e.offset(i_unit, n_bytes, line), cache=2)
+
+
+_UNITS = {Layout.ROWS: _units_of_rows, Layout.PANELS: _units_of_panels}
 
 
 def _sixteen_rows(e, rows, row_bytes, n_rows, n_bytes):

@@ -6,24 +6,113 @@ byte-wise work (nibbles, masks, bytes looked up) is done for 64 values at a time
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from enum import IntEnum
 
 from llvmlite import ir
 
+from overspill.gguf.types import TensorType
 from overspill.kernels.numba.emit import F16, F32, I8, I16, I32, Emitter, Vec, const, const_vec
+from overspill.quant.panels import PANEL_ROWS, fields_of
 
-N_LANES = 16
+N_LANES = PANEL_ROWS
 
 
-class Lanes:
+class Layout(IntEnum):
+    """How a weight lies in memory: row after row, or as `quant.panels.Panels`."""
+
+    ROWS = 0
+    PANELS = 1
+
+
+class Lanes(ABC):
     """Loads from sixteen units (blocks), one in each row. Offsets are bytes of the unit."""
 
-    def __init__(self, e: Emitter, units: Sequence[ir.Value]) -> None:
+    def __init__(self, e: Emitter) -> None:
         self.e = e
+
+    @abstractmethod
+    def quads(self, offset: int, n_bytes: int = 16) -> list[Vec]:
+        """`n_bytes`, a multiple of 16: vector i holds bytes 4i to 4i + 3 of every row."""
+
+    @abstractmethod
+    def words(self, offset: int) -> Vec:
+        """32-bit integers."""
+
+    @abstractmethod
+    def shorts(self, offset: int) -> Vec:
+        """Unsigned 16-bit integers as int32."""
+
+    @abstractmethod
+    def bytes(self, offset: int) -> Vec:
+        """Unsigned bytes as int32."""
+
+    def halves(self, offset: int) -> Vec:
+        """IEEE halves as float32."""
+        return self.half_of(self.shorts(offset))
+
+    def half_of(self, words: Vec) -> Vec:
+        """The low 16 bits read as IEEE halves, as float32."""
+        b = self.e.builder
+        as_half = b.bitcast(b.trunc(words.value, ir.VectorType(I16, N_LANES)), ir.VectorType(F16, N_LANES))
+        return self.e.vec(b.fpext(as_half, ir.VectorType(F32, N_LANES)))
+
+    def signed_byte(self, words: Vec, i_byte: int) -> Vec:
+        """Byte `i_byte` of each word, sign extended."""
+        left = words << 24 - 8 * i_byte
+        return self.e.vec(self.e.builder.ashr(left.value, const_vec(I32, [24] * N_LANES)))
+
+    def looked_up(self, table: Sequence[int], index: Vec) -> Vec:
+        """table[i] for each byte i (below 16) of the words; entries are unsigned bytes."""
+        b, type = self.e.builder, ir.VectorType(I8, 4 * N_LANES)
+        function = self.e.intrinsic("llvm.x86.avx512.pshuf.b.512", type, [type, type])
+        found = b.call(function, [const_vec(I8, [*table] * 4), b.bitcast(index.value, type)])
+        return self.e.vec(b.bitcast(found, index.value.type))
+
+    def _widened(self, numbers: ir.Value) -> Vec:
+        return self.e.vec(self.e.builder.zext(numbers, ir.VectorType(I32, N_LANES)))
+
+
+class PanelLanes(Lanes):
+    """Units of a panel: every vector is in one place."""
+
+    def __init__(self, e: Emitter, unit: ir.Value, type: TensorType) -> None:
+        super().__init__(e)
+        self.unit = unit
+        self.fields = fields_of(type)
+
+    def quads(self, offset: int, n_bytes: int = 16) -> list[Vec]:
+        return [self.words(at) for at in range(offset, offset + n_bytes, 4)]
+
+    def words(self, offset: int) -> Vec:
+        return self._numbers(offset, 4)
+
+    def shorts(self, offset: int) -> Vec:
+        return self._numbers(offset, 2)
+
+    def bytes(self, offset: int) -> Vec:
+        return self._numbers(offset, 1)
+
+    def _numbers(self, offset: int, width: int) -> Vec:
+        """Numbers of a field, or parts of a field's numbers."""
+        (field,) = (field for field in self.fields if field.first <= offset < field.last)
+        before = (offset - field.first) % field.width
+        type = ir.VectorType(ir.IntType(8 * field.width), N_LANES)
+        numbers = self.e.load(self.unit, N_LANES * (offset - before), type)
+        if field.width == width:
+            return self._widened(numbers) if width < 4 else self.e.vec(numbers)
+        return self.e.vec(numbers) >> 8 * before & (1 << 8 * width) - 1
+
+
+class RowLanes(Lanes):
+    """Units of rows that lie apart: numbers are gathered, sixteen bytes of every row transposed."""
+
+    def __init__(self, e: Emitter, units: Sequence[ir.Value]) -> None:
+        super().__init__(e)
         self.units = units
 
     def quads(self, offset: int, n_bytes: int = 16) -> list[Vec]:
-        """`n_bytes`, a multiple of 16: vector i holds bytes 4i to 4i + 3 of every row."""
         return [vec for at in range(0, n_bytes, 16) for vec in self._quads16(offset + at)]
 
     def _quads16(self, offset: int) -> list[Vec]:
@@ -42,50 +131,19 @@ class Lanes:
         return e.shuffle(first, second, range(N_LANES))
 
     def words(self, offset: int) -> Vec:
-        """32-bit integers."""
-        return self._gathered(offset, I32)
-
-    def bytes(self, offset: int) -> Vec:
-        """Unsigned bytes as int32."""
-        return self._widened(self._gathered(offset, I8))
+        return self.e.vec(self._gathered(offset, I32))
 
     def shorts(self, offset: int) -> Vec:
-        """Unsigned 16-bit integers as int32."""
         return self._widened(self._gathered(offset, I16))
 
-    def halves(self, offset: int) -> Vec:
-        """IEEE halves as float32."""
-        return self._half(self._gathered(offset, I16).value)
+    def bytes(self, offset: int) -> Vec:
+        return self._widened(self._gathered(offset, I8))
 
-    def _gathered(self, offset: int, type: ir.Type) -> Vec:
+    def _gathered(self, offset: int, type: ir.Type) -> ir.Value:
         b, vector = self.e.builder, ir.Constant(ir.VectorType(type, N_LANES), ir.Undefined)
         for lane, unit in enumerate(self.units):
             vector = b.insert_element(vector, self.e.load(unit, offset, type), const(lane, I32))
-        return self.e.vec(vector)
-
-    def _widened(self, vec: Vec) -> Vec:
-        return self.e.vec(self.e.builder.zext(vec.value, ir.VectorType(I32, N_LANES)))
-
-    def half_of(self, words: Vec) -> Vec:
-        """The low 16 bits read as IEEE halves, as float32."""
-        return self._half(self.e.builder.trunc(words.value, ir.VectorType(I16, N_LANES)))
-
-    def _half(self, bits: ir.Value) -> Vec:
-        b = self.e.builder
-        as_half = b.bitcast(bits, ir.VectorType(F16, N_LANES))
-        return self.e.vec(b.fpext(as_half, ir.VectorType(F32, N_LANES)))
-
-    def signed_byte(self, words: Vec, i_byte: int) -> Vec:
-        """Byte `i_byte` of each word, sign extended."""
-        left = words << 24 - 8 * i_byte
-        return self.e.vec(self.e.builder.ashr(left.value, const_vec(I32, [24] * N_LANES)))
-
-    def looked_up(self, table: Sequence[int], index: Vec) -> Vec:
-        """table[i] for each byte i (below 16) of the words; entries are unsigned bytes."""
-        b, type = self.e.builder, ir.VectorType(I8, 4 * N_LANES)
-        function = self.e.intrinsic("llvm.x86.avx512.pshuf.b.512", type, [type, type])
-        found = b.call(function, [const_vec(I8, [*table] * 4), b.bitcast(index.value, type)])
-        return self.e.vec(b.bitcast(found, index.value.type))
+        return vector
 
 
 def _in_each_four(lanes: tuple[int, int, int, int]) -> list[int]:

@@ -27,7 +27,7 @@ from overspill.kernels.numba.digit_leaf import (
 from overspill.kernels.numba.digits import GROUP_BYTES, GROUP_ELEMENTS
 from overspill.kernels.numba.finish import add_products, gate_silu, gate_swiglu_oai, store_products
 from overspill.kernels.numba.jit import inner
-from overspill.kernels.numba.lanes import N_LANES
+from overspill.kernels.numba.lanes import N_LANES, Layout
 from overspill.kernels.numba.leaf import (
     N_DECODE_ARGS,
     N_DOT_ARGS,
@@ -51,6 +51,7 @@ from overspill.kernels.numba.target import (
     UNIT_ELEMENTS,
 )
 from overspill.kernels.numba.unpack import UNPACKERS
+from overspill.quant.panels import Panels
 from overspill.quant.qtensor import QTensor
 
 # What to do with a product v: `out = v`, `out += weight * v`, or an activation of `out` (the gate) and v (up).
@@ -144,7 +145,8 @@ _call_digit_dot = caller(N_DIGIT_DOT_ARGS)
 
 def describe(weight: QTensor) -> Rows:
     """The description of a matrix or a stack of them; compiles the inner loops of its type at first use."""
-    return Rows(weight.data.data_ptr(), *_describe_row(weight.type, weight.shape[-1]))
+    layout = Layout.PANELS if isinstance(weight, Panels) else Layout.ROWS
+    return Rows(weight.data.data_ptr(), *_describe_row(weight.type, layout, weight.shape[-1]))
 
 
 def takes_digits(type: TensorType) -> bool:
@@ -153,7 +155,7 @@ def takes_digits(type: TensorType) -> bool:
 
 
 @cache
-def _describe_row(type: TensorType, n_elements: int) -> tuple[int, ...]:
+def _describe_row(type: TensorType, layout: Layout, n_elements: int) -> tuple[int, ...]:
     decoder = DECODERS[type]
     n_units, n_left = divmod(n_elements, decoder.n_elements)
     tail_bytes = n_left * decoder.n_bytes // decoder.n_elements
@@ -161,7 +163,8 @@ def _describe_row(type: TensorType, n_elements: int) -> tuple[int, ...]:
     if takes_digits(type):
         n_steps, none = UNPACKERS[type].n_steps, (0,) * (len(DOT_TOKENS) + 1 + TILE_TOKENS)
         tiles = (digit_tile_address(n, n_steps) for n in DIGIT_TOKENS)
-        return (*row, *none, unpack_address(type), *tiles, digit_dot_address(type))
+        return (*row, *none, unpack_address(type, layout), *tiles, digit_dot_address(type, layout))
+    assert layout == Layout.ROWS, "only CPUs that multiply bytes read panels"
     dots = (dot_address(type, n) for n in DOT_TOKENS)
     tiles = (tile_address(n) for n in range(1, TILE_TOKENS + 1))
     return (*row, *dots, decode_address(type), *tiles, *(0,) * (2 + len(DIGIT_TOKENS)))
