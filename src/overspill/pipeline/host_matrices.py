@@ -57,22 +57,22 @@ class HostMatrices:
         self._interleave = interleave
 
     def table(self, info: TensorInfo, shape: tuple[int, ...]) -> QTensor:
-        """What rows are looked up in. As few of them are read, mode `auto` leaves it in the file."""
+        """What rows are looked up in."""
         if role_of(info.name)[0] is Role.LOOKUP:
             return QTensor.from_bytes(tensor_over(read_at_random(self._source.bytes_of(info.name))), info.type, shape)
-        if self._mode.is_mapped or not self._is_in_file(info):
-            return self._in_place(info, shape)
-        return self._copied(info, shape)
+        is_copied = self._is_in_file(info) and self._wants_copy(info)
+        return self._copied(info, shape) if is_copied else self._in_place(info, shape)
 
     def matrix(self, info: TensorInfo, shape: tuple[int, ...]) -> QTensor:
         """What is multiplied with."""
         is_product = len(shape) == 2 or role_of(info.name)[0] is Role.EXPERT
         interleave = self._interleave if is_product and takes_panels(info.type, shape) else None
-        is_in_file = self._is_in_file(info)
-        stays = self._mode.is_mapped and not self._takes_huge_pages(info.n_bytes) if is_in_file else interleave is None
-        if stays:
+        if not (self._wants_copy(info) if self._is_in_file(info) else interleave):
             return self._in_place(info, shape)
         return self._copied(info, shape) if interleave is None else self._interleaved(info, shape, interleave)
+
+    def _wants_copy(self, info: TensorInfo) -> bool:
+        return not self._mode.is_mapped or self._takes_huge_pages(info.n_bytes)
 
     def _is_in_file(self, info: TensorInfo) -> bool:
         return self._source.file_range(info.name) is not None
