@@ -1,0 +1,86 @@
+"""Weights whose rows are interleaved by sixteen: the same bytes in another order, the same bits of every product."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from overspill import LLM
+from overspill.bench.synth import synthetic
+from overspill.gguf.types import TensorType
+from overspill.kernels.numba import experts, has_kernel, matmul
+from overspill.kernels.numba.interleave import interleave
+from overspill.quant.dequant import dequantize
+from overspill.quant.experts import Activation
+from overspill.quant.panels import PANEL_ROWS, Panels, takes_panels
+from overspill.quant.qtensor import QTensor
+from tests.helpers.plain import plain_logits, plain_model
+from tests.kernels.weights import random_weight
+
+TYPES = [t for t in TensorType if has_kernel(t) and takes_panels(t, (PANEL_ROWS, 256))]
+
+
+def panels(source: QTensor) -> Panels:
+    target = Panels.from_bytes(torch.full((source.n_bytes,), 0xFF, dtype=torch.uint8), source.type, source.shape)
+    interleave(source, target)
+    return target
+
+
+def test_types_of_quantised_files_take_panels() -> None:
+    assert {TensorType.Q8_0, TensorType.Q4_0, TensorType.Q4_K, TensorType.Q6_K, TensorType.MXFP4} <= {*TYPES}
+    assert not takes_panels(TensorType.Q4_K, (37, 256))
+    assert not takes_panels(TensorType.F32, (PANEL_ROWS, 256))
+
+
+@pytest.mark.parametrize("type", TYPES, ids=lambda t: t.name)
+@pytest.mark.parametrize("shape", [(16, 256), (48, 512), (3, 32, 256)])
+def test_all_bytes_are_there(type: TensorType, shape: tuple[int, ...]) -> None:
+    source = random_weight(type, shape)
+    found = panels(source)
+    assert torch.equal(found.in_rows().data, source.data)
+    assert torch.equal(dequantize(found), dequantize(source))
+    if len(shape) == 3:
+        assert torch.equal(found[1].in_rows().data, source.data[1])
+        assert torch.equal(found.rows(1, 3).in_rows().data, source.data[1:3])
+
+
+def test_rows_that_are_not_whole_panels_are_not_in_one_place() -> None:
+    found = panels(random_weight(TensorType.Q8_0, (48, 256)))
+    assert found.rows(16, 48).shape == (32, 256)
+    with pytest.raises(IndexError):
+        found.rows(8, 24)
+
+
+@pytest.mark.parametrize("type", TYPES, ids=lambda t: t.name)
+@pytest.mark.parametrize("n_tokens", [1, 2, 5, 40])
+def test_products_have_the_same_bits(type: TensorType, n_tokens: int) -> None:
+    source = random_weight(type, (80, 512))
+    x = torch.randn(n_tokens, 512, generator=torch.Generator().manual_seed(n_tokens))
+    assert torch.equal(matmul(x, panels(source)), matmul(x, source))
+
+
+@pytest.mark.parametrize("type", TYPES, ids=lambda t: t.name)
+@pytest.mark.parametrize("n_tokens", [1, 3, 40])
+def test_experts_have_the_same_bits(type: TensorType, n_tokens: int) -> None:
+    n, k, d, f = 5, 2, 256, 512
+    rows = [random_weight(type, (n, *shape), seed=i) for i, shape in enumerate([(f, d), (f, d), (d, f)])]
+    random = torch.Generator().manual_seed(n_tokens)
+    x, mix = torch.randn(n_tokens, d, generator=random), torch.rand(n_tokens, k, generator=random)
+    ids = torch.stack([torch.randperm(n, generator=random)[:k] for _ in range(n_tokens)]).to(torch.int32)
+    found = []
+    for stacks in (rows, [panels(stack) for stack in rows]):
+        out = torch.ones(n_tokens, d)
+        experts(x, *stacks, ids, mix, None, out, Activation.SILU)
+        found.append(out)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("quant", ["Q8_0", "Q4_K"])
+def test_a_model_of_panels_gives_the_logits_of_the_reference(quant: str) -> None:
+    source = synthetic("qwen3-30b-a3b", quant=quant, n_layer=1)
+    ids = [5, 77, 1234, 9]
+    wanted = plain_logits(plain_model(source), ids, 4)
+    with LLM(source, devices="cpu", n_ctx=64) as llm:
+        found = llm.logits(ids)
+    error = (found - wanted).norm() / wanted.norm()
+    assert error < 1e-2
