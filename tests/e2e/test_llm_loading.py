@@ -19,7 +19,7 @@ from overspill.device.base import Buffer, Event
 from overspill.device.virtual import VirtualHost
 from overspill.errors import UserError
 from overspill.llm import LLM
-from overspill.pipeline import arena, weights
+from overspill.pipeline import arena, host_matrices, weights
 from overspill.pipeline.reading import LoadMode, ReadInto
 from overspill.pipeline.ring import LoadRing
 from tests.helpers.plain import DATA
@@ -61,7 +61,7 @@ def test_auto_moves_what_fills_huge_pages_while_half_of_the_free_memory_is_left(
 ) -> None:
     with LLM(MODEL, **OPTIONS, load_mode="mmap") as llm:
         mapped_bytes, copied_bytes = llm.residence.mapped_bytes, llm.residence.copied_bytes
-    monkeypatch.setattr(weights, "HUGE_PAGE_BYTES", 1)
+    monkeypatch.setattr(host_matrices, "HUGE_PAGE_BYTES", 1)
     with LLM(MODEL, **OPTIONS) as llm:
         assert torch.equal(llm.logits(IDS), wanted)
         assert llm.residence.mapped_bytes == 0
