@@ -335,11 +335,11 @@ def way_of_many_us(
     x: torch.Tensor, chosen: list[torch.Tensor], mix: torch.Tensor, weights: ExpertWeights, out: torch.Tensor
 ) -> float:
     op = MoeOp(Workspace(CUDA), BF16, may_use_torch=False)
-    limit, few_experts.MAX_EXPERT_TOKENS = few_experts.MAX_EXPERT_TOKENS, 0
+    limit, few_experts.FEW_TOKENS = few_experts.FEW_TOKENS, 0
     try:
         return graph_us([lambda i=i: op(x, i, mix, weights, Activation.SILU, out) for i in chosen], 2 * len(chosen))
     finally:
-        few_experts.MAX_EXPERT_TOKENS = limit
+        few_experts.FEW_TOKENS = limit
 
 
 def chain(lines: Lines, is_tuning: bool) -> None:

@@ -111,10 +111,10 @@ def n_threads_for(options: Options) -> int:
 
 def open_for(options: Options) -> Devices:
     """The devices that the options name, with their share of the CPU's threads; the caller closes them."""
-    spec = "cpu" if options.devices == "none" else options.devices
     n_threads = n_threads_for(options)
     cpu.use_threads(n_threads)
     cpu.use_threads_by_default(n_threads)
+    spec = "cpu" if options.devices == "none" else options.devices
     memory = None if options.device_memory is None else ",".join(map(str, options.device_memory))
     kind, _, count = spec.partition(":")
     n_workers = int(count) if kind == "virtual" and count.isdecimal() else 1

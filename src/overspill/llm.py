@@ -147,7 +147,7 @@ class LLM:
             parts = (loaded.model, layout, memory, loaded.host_experts, cpu.OPS, loaded.rings)
             tables = [ops_of(device) for device in self.devices.all]
             steps = None
-            if StepRunner.serves(self.devices, layout, self.hparams, tables):
+            if self.plan.takes_steps and StepRunner.serves(self.devices, layout, self.hparams, tables):
                 step_work = StepWork(*parts, tables=tables)
                 pace = CachePace(self.plan.uncached)
                 steps = StepRunner(self.devices, layout, memory, step_work, tables, self.n_threads, pace)

@@ -29,7 +29,7 @@ D, F = 64, 32
 @pytest.fixture
 def _as_if_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """The way of many tokens, for problems that are small enough to test."""
-    monkeypatch.setattr("overspill.kernels.triton.few_experts.MAX_EXPERT_TOKENS", 0)
+    monkeypatch.setattr("overspill.kernels.triton.few_experts.FEW_TOKENS", 0)
 
 
 def random_q8_0(*shape: int) -> QTensor:
@@ -216,7 +216,7 @@ def test_contributions_are_added_in_ascending_expert_id() -> None:
 def test_gates_within_limits_into_rows_that_are_apart(
     limit: float, n_few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("overspill.kernels.triton.few_experts.MAX_EXPERT_TOKENS", n_few)
+    monkeypatch.setattr("overspill.kernels.triton.few_experts.FEW_TOKENS", n_few)
     p = problem(*CASES["few-tokens"])
     p.weights = replace(p.weights, vectors=ExpertVectors(limit=limit))
     wide = torch.full((len(p.x), 2 * D), torch.nan, device=DEVICE)

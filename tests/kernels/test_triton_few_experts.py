@@ -11,6 +11,7 @@ import torch
 
 from tests.helpers.triton_device import DEVICE, DTYPES, assert_near, few_programs
 
+from overspill.gpu_memory import FEW_TOKENS
 from overspill.gguf.types import TensorType
 from overspill.kernels import ref
 from overspill.kernels.triton.decode import DECODERS
@@ -18,7 +19,7 @@ from overspill.kernels.triton.few_experts import Pairs, add_experts, can_add
 from overspill.kernels.triton.launch import Tuning
 from overspill.kernels.triton.moe import MoeOp
 from overspill.kernels.triton.norm import gated
-from overspill.kernels.triton.tuning import MAX_EXPERT_TOKENS, RowTile
+from overspill.kernels.triton.tuning import RowTile
 from overspill.kernels.triton.workspace import Workspace
 from overspill.quant.experts import NO_LIMIT, NO_VECTORS, Activation, ExpertVectors, ExpertWeights
 from overspill.quant.qtensor import QTensor
@@ -49,7 +50,7 @@ def few(dtype: torch.dtype) -> MoeOp:
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_equals_the_reference(case: tuple[int, int, int, str], has_vectors: bool, dtype: torch.dtype) -> None:
     p = problem(*case, has_vectors=has_vectors)
-    assert can_add(case[0], p.weights.parts) == (case[0] <= MAX_EXPERT_TOKENS)
+    assert can_add(case[0], p.weights.parts) == (case[0] <= FEW_TOKENS)
     assert_near(p.add(few(dtype), p.weights).to(dtype), p.wanted())
 
 

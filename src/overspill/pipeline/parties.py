@@ -31,7 +31,7 @@ _CPU_AT_MOST = 0.8
 
 
 _MOVED = 3.0
-"""Bytes of device memory read and written to dequantise an expert, by its own; from FEW_TOKENS on."""
+"""Bytes of device memory read and written to dequantise an expert, by its own; beyond FEW_TOKENS."""
 
 
 class ExpertLoad(NamedTuple):

@@ -17,11 +17,12 @@ import torch
 import triton
 import triton.language as tl
 
+from overspill.gpu_memory import FEW_TOKENS
 from overspill.kernels.triton.decode import DECODERS, table_of
 from overspill.kernels.triton.launch import Kernel, cdiv, follow, power_of_two
 from overspill.kernels.triton.norm import Gated
 from overspill.kernels.triton.rows import READERS, can_read
-from overspill.kernels.triton.tuning import EXPERT_DOWN, EXPERT_GATE_UP, MAX_EXPERT_TOKENS, RowTile, tile_of
+from overspill.kernels.triton.tuning import EXPERT_DOWN, EXPERT_GATE_UP, RowTile, tile_of
 from overspill.quant.experts import ExpertVectors
 from overspill.quant.qtensor import QTensor
 
@@ -168,7 +169,7 @@ Parts = tuple[QTensor, QTensor, QTensor]
 
 def can_add(n_tokens: int, parts: Parts) -> bool:
     """Whether `add_experts` takes and suits these."""
-    if not 0 < n_tokens <= MAX_EXPERT_TOKENS or not parts[0].shape[0]:
+    if not 0 < n_tokens <= FEW_TOKENS or not parts[0].shape[0]:
         return False
     is_whole = parts[2].data.is_contiguous() and all(q.data[0].is_contiguous() for q in parts[:2])
     return is_whole and all(map(can_read, parts))

@@ -123,7 +123,9 @@ def rope(x_THA: torch.Tensor, angles: Angles, *, dtype: torch.dtype) -> torch.Te
     x_THA = x_THA.contiguous()
     T, H, A = x_THA.shape
     out = torch.empty(x_THA.shape, dtype=dtype, device=x_THA.device)
-    _rope_kernel((cdiv(T, _TOKENS), H), (x_THA, out, angles.cos, angles.sin, T), (*_shape(A, angles), H), _TUNING)
+    _rope_kernel(
+        (cdiv(T, _TOKENS), H), (x_THA, out, angles.cos, angles.sin, T), (*turn_of(A, angles), _TOKENS, H), _TUNING
+    )
     return out
 
 
@@ -148,12 +150,12 @@ def prepare_heads(
     q_out = torch.empty((T, H, A), dtype=k_out.dtype, device=q.device)
     args = (q, k, v, q_out, k_out, v_out, gains.q, gains.k, angles.cos, angles.sin, T, gains.eps)
     strides = (q.stride(0), k.stride(0), v.stride(0), k_out.stride(0), v_out.stride(0))
-    constants = (*_shape(A, angles), H, G, B, power_of_two(B), *strides)
+    constants = (*turn_of(A, angles), _TOKENS, H, G, B, power_of_two(B), *strides)
     _prepare_kernel((cdiv(T, _TOKENS), H + 2 * G), args, constants, _TUNING)
     return q_out
 
 
-def _shape(A: int, angles: Angles) -> tuple[int | bool, ...]:
+def turn_of(A: int, angles: Angles) -> tuple[int, int, bool, int, int]:
+    """The constants that `move` takes for heads of A channels."""
     half = angles.cos.shape[1]
-    rest = power_of_two(max(1, A - 2 * half))
-    return A, 2 * half, angles.is_interleaved, power_of_two(half), rest, _TOKENS
+    return A, 2 * half, angles.is_interleaved, power_of_two(half), power_of_two(max(1, A - 2 * half))

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from overspill.kernels import Steps
-from overspill.kernels.triton.heads import Angles, HeadGains, move
+from overspill.kernels.triton.heads import Angles, HeadGains, move, turn_of
 from overspill.kernels.triton.launch import Kernel, Tuning, cdiv, follow, power_of_two
 from overspill.kernels.triton.q8_rows import cell_offsets, reading_dtype, write_rows
 
@@ -125,12 +125,11 @@ def _launch(
 ) -> torch.Tensor:
     q, k, v = products
     T, A, B = len(q), k.shape[1] // G, v.shape[1] // G
-    H, half = q.shape[1] // A, angles.cos.shape[1]
+    H = q.shape[1] // A
     q_out = torch.empty((T, H, A), dtype=reading_dtype(torch.uint8, dtype), device=q.device)
     targets = q_out, *(x.view(torch.int8) for x in rows)
     args = (*products, *targets, *steps, gains.q, gains.k, angles.cos, angles.sin, T, gains.eps)
-    turn = (A, 2 * half, angles.is_interleaved, power_of_two(half), power_of_two(max(1, A - 2 * half)))
     sizes = (power_of_two(A), B, power_of_two(B), n_rows, H, G)
-    constants = (*turn, *sizes, q.stride(0), k.stride(0), v.stride(0), *strides[0], *strides[1])
+    constants = (*turn_of(A, angles), *sizes, q.stride(0), k.stride(0), v.stride(0), *strides[0], *strides[1])
     _kernel((cdiv(T, n_rows), H + 2 * G), args, constants, Tuning(n_warps=1 if n_rows == 1 else 4))
     return q_out

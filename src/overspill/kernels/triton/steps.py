@@ -13,7 +13,7 @@ import triton.language as tl
 
 from overspill.kernels import Steps
 from overspill.kernels.triton.flash import LOG2E, cut_channels, fold
-from overspill.kernels.triton.heads import Angles, HeadGains, move
+from overspill.kernels.triton.heads import Angles, HeadGains, move, turn_of
 from overspill.kernels.triton.launch import Kernel, Tuning, follow, power_of_two
 from overspill.kernels.triton.q8_rows import n_row_values, reading_dtype
 
@@ -151,10 +151,8 @@ def prepare_steps(
     T, H = len(q), q.shape[1] // A
     q_out = torch.empty((T, H, A), dtype=k_cache.dtype, device=q.device)
     args = (q, k, v, q_out, k_cache, v_cache, *steps, gains.q, gains.k, angles.cos, angles.sin, gains.eps)
-    half = angles.cos.shape[1]
-    shape = (A, 2 * half, angles.is_interleaved, power_of_two(half), power_of_two(max(1, A - 2 * half)))
     rows = (q.stride(0), k.stride(0), v.stride(0))
-    constants = (*shape, H, G, B, power_of_two(B), *rows, *k_cache.stride()[:3], *v_cache.stride()[:3])
+    constants = (*turn_of(A, angles), H, G, B, power_of_two(B), *rows, *k_cache.stride()[:3], *v_cache.stride()[:3])
     _prepare_kernel((T, H + 2 * G), args, constants, Tuning(n_warps=1))
     return q_out
 

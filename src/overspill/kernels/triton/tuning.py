@@ -53,10 +53,6 @@ TALL = 32768
 MIN_ROWS = 4224
 """One plain weight of fewer rows and several tokens is left to torch, which cuts its columns too."""
 
-
-MAX_EXPERT_TOKENS = 16
-"""The same for routed experts."""
-
 EXPERT_GATE_UP: Tiles = {
     _T.F32: RowTile(2, 1024, Tuning(4, 1)),
     _T.BF16: RowTile(2, 1024, Tuning(4, 1)),
