@@ -185,7 +185,7 @@ def test_recordings_are_forgotten_when_scratch_memory_has_grown() -> None:
 def test_a_wave_that_has_too_many_is_issued_in_part() -> None:
     """And nothing is recorded over and over."""
     with (
-        patch.object(recorded, "LAYERS_KEPT", 9),
+        patch.object(recorded, "MAX_RECORDED_LAYERS", 9),
         pipe(tiny_source(), Shape(1), n_ubatch=4, n_ubatches=3, n_cells=N_TOKENS) as p,
         watched() as found,
     ):
@@ -198,7 +198,7 @@ def test_a_wave_that_has_too_many_is_issued_in_part() -> None:
 def test_the_oldest_ubatches_are_forgotten() -> None:
     """Two slots in turn, where there is room for one."""
     with (
-        patch.object(recorded, "LAYERS_KEPT", 2 * 3 * N_LAYER),
+        patch.object(recorded, "MAX_RECORDED_LAYERS", 2 * 3 * N_LAYER),
         pipe(tiny_source(), Shape(1), n_ubatch=4, n_ubatches=3, n_cells=N_TOKENS, n_slots=2) as p,
         watched() as found,
     ):

@@ -29,7 +29,6 @@ from overspill.pipeline.wave import Ubatch
 _log = logging.getLogger(__name__)
 
 _SEEN_KEPT = 4096
-LAYERS_KEPT = MAX_RECORDED_LAYERS
 
 _LEAST_UBATCHES = 16
 
@@ -114,7 +113,7 @@ class OfDevice:
 
     def record(self, repeated: Repeated, name: Hashable, work: Callable[[], None], n_layers: int) -> None:
         """Record work that has just been issued, if there is room."""
-        while self._may_record and self._n_layers + n_layers > LAYERS_KEPT:
+        while self._may_record and self._n_layers + n_layers > MAX_RECORDED_LAYERS:
             if not self._drop_oldest():
                 return
         if not self._may_record:

@@ -118,7 +118,6 @@ class _Costs:
         # A call takes the CPU's time wherever it computes; the launches of GPUs are priced by split (`issue_us`).
         self._call_us = 0.0 if machine.issue_us else machine.call_us
         n_uploading = len({d for i, d in enumerate(layout.layer_device) if layout.has_host_experts(i)})
-        self._cpu_gbps = machine.cpu_gbps
         self._link_gbps = [min(d.h2d_gbps, machine.h2d_total_gbps / max(1, n_uploading)) for d in machine.devices]
 
     def __call__(self, action: Action) -> float:
