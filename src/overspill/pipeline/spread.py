@@ -68,9 +68,13 @@ def missed(schedule: WaveSchedule, shape: ModelShape, owner: int) -> float:
 
 
 def _soonest(choices: list[list[Party]], n_experts: int, n_slices: int, host: int) -> Shares:
-    """By links alone, the first, or with the CPU where that is sooner: its reading slows the links down."""
+    """By links alone, the first, or with the CPU where that is sooner: its reading slows the links down.
+
+    Where the CPU, the last, gets nothing, it does not read, so the rates beside it do not hold.
+    """
     divisions = [(parties, divided(parties, n_experts, n_slices=n_slices, whole=host)) for parties in choices]
-    return _taking_part(*min(divisions, key=lambda found: slowest_us(found[0], [n / n_slices for n in found[1]])))
+    true_ones = [found for found in divisions if found[0][-1].number != host or found[1][-1]]
+    return _taking_part(*min(true_ones, key=lambda found: slowest_us(found[0], [n / n_slices for n in found[1]])))
 
 
 def _taking_part(parties: list[Party], counts: list[int]) -> Shares:
