@@ -119,7 +119,7 @@ def test_weights_may_lie_at_any_address(type: TensorType) -> None:
 
 
 @pytest.mark.parametrize("type", [TensorType.F32, TensorType.F16, TensorType.BF16], ids=lambda t: t.name)
-@pytest.mark.parametrize("n_elements", [1, 24, 33, 300, 2049])
+@pytest.mark.parametrize("n_elements", [1, 24, 33, 300, 2049, 4100])
 def test_matmul_with_rows_of_any_length(type: TensorType, n_elements: int) -> None:
     weight = random_weight(type, (19, n_elements))
     x = torch.randn(25, n_elements, generator=torch.Generator().manual_seed(0))

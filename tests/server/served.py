@@ -81,10 +81,11 @@ def event_data(line: str) -> Any:
     return data if data == "[DONE]" else strict(data)
 
 
-def wait_until(is_so: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def wait_until(is_so: Callable[[], bool], timeout_s: float = 20.0, *, found: Callable[[], Any] = lambda: "") -> None:
+    """found: what to say when it does not happen."""
     deadline = time.monotonic() + timeout_s
     while not is_so():
-        assert time.monotonic() < deadline, "it did not happen in time"
+        assert time.monotonic() < deadline, f"it did not happen in time {found()}"
         time.sleep(0.01)
 
 

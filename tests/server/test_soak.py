@@ -149,14 +149,18 @@ def held(served: Served) -> dict[str, int]:
     }
 
 
+def wait_until_nothing_is_held(served: Served) -> None:
+    wait_until(lambda: not any(held(served).values()), found=lambda: held(served))
+
+
 def n_files() -> int:
     return len(list(Path(f"/proc/{os.getpid()}/fd").iterdir()))
 
 
 def soak(served: Served, n_requests: int) -> Counter[int]:
-    served.wait_until_idle()
     served.ask("/completion", prompt="a", n_predict=1)
-    before, files_before = held(served), n_files()
+    wait_until_nothing_is_held(served)
+    files_before = n_files()
     limits = httpx.Limits(max_keepalive_connections=0)
 
     def one(seed: int) -> int:
@@ -166,8 +170,7 @@ def soak(served: Served, n_requests: int) -> Counter[int]:
 
     with ThreadPoolExecutor(12) as pool:
         codes = Counter(pool.map(one, range(n_requests)))
-    served.wait_until_idle()
-    wait_until(lambda: held(served) == before)
+    wait_until_nothing_is_held(served)
     wait_until(lambda: n_files() <= files_before + 2)
     assert set(codes) <= {0, 200, 400}, codes
     images = served.llm.status.images

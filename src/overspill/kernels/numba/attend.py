@@ -112,7 +112,8 @@ def attend_address() -> int:
 
 
 def _scores_bytes(n_cells: int) -> int:
-    return 4 * (n_cells + 2 * LANES) // 64 * 64
+    """Whole lines, for the cells and the vector that may begin at the last."""
+    return (4 * (n_cells + LANES) + 63) // 64 * 64
 
 
 _room = inner(_scores_bytes)

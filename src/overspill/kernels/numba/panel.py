@@ -67,7 +67,7 @@ _PANELS_AHEAD = 2
 # Tokens that share one decoded tile; their sums wait in the scratch between two pieces.
 BLOCK_TOKENS = 96
 
-_SUMS = _PIECE_ELEMENTS * TILE_ROWS * 4
+_SUMS = (_PIECE_ELEMENTS + UNIT_ELEMENTS) * TILE_ROWS * 4  # a tail follows the last piece
 _POINTERS = _SUMS + BLOCK_TOKENS * TILE_ROWS * LANES * 4
 _PRODUCTS = _POINTERS + 64
 _EDGE = _PRODUCTS + 8 * TILE_ROWS * 4
