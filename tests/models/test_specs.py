@@ -77,6 +77,21 @@ def test_prediction_layers_may_be_announced_and_missing() -> None:
     assert torch.equal(logits(source), logits(original("glm4_moe")))
 
 
+def test_layers_counted_as_prediction_layers_are_run_if_they_are_none(caplog: pytest.LogCaptureFixture) -> None:
+    """Converters have copied the count of DeepSeek-V4's configuration without the layer itself."""
+    source = original("deepseek_v4").with_keys({"deepseek4.nextn_predict_layers": 1})
+    with caplog.at_level(logging.WARNING):
+        assert hparams(source).n_layer == 6
+    assert "deepseek4.nextn_predict_layers is 1, but the file has no prediction layers" in caplog.text
+    assert torch.equal(logits(source), logits(original("deepseek_v4")))
+
+
+def test_layers_behind_the_last_are_refused_if_they_predict_nothing() -> None:
+    source = original("qwen3moe").with_keys({"qwen3moe.block_count": 3})
+    with pytest.raises(UserError, match=r"12 tensor\(s\) that this architecture does not have.*: blk\.3\.attn_k"):
+        understand(source)
+
+
 def test_more_prediction_layers_than_layers() -> None:
     source = original("glm4_moe").with_keys({"glm4moe.nextn_predict_layers": 4})
     with pytest.raises(UserError, match=r"glm4moe\.nextn_predict_layers is 4: must be below block_count, 4"):
@@ -126,7 +141,49 @@ def test_order_of_tensors_does_not_matter() -> None:
     assert torch.equal(logits(turned), logits(source))
 
 
+# --- tensors that nobody listed
+
+
+@pytest.mark.parametrize(
+    "name", ["blk.1.attn_q.bias", "blk.2.post_ffw_norm.weight", "output.bias", "rope_freqs.weight"]
+)
+def test_what_would_change_the_text_is_refused(name: str) -> None:
+    source = original("qwen3moe").with_array(name, np.ones(16, np.float32))
+    with pytest.raises(UserError, match=f"1 tensor.s. that this architecture does not have.*: {name}") as error:
+        understand(source)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["v.blk.0.attn_q.weight", "mm.0.bias", "blk.0.attn_q.input_scale"])
+def test_what_text_does_not_need_is_not_loaded(name: str) -> None:
+    source = original("qwen3moe")
+    assert torch.equal(logits(source.with_array(name, np.ones(1, np.float32))), logits(source))
+
+
 # --- the others
+
+
+def test_qwen2_may_have_a_bias_on_its_head() -> None:
+    source = original("qwen2")
+    bias = np.linspace(-1, 1, 512, dtype=np.float32)
+    assert torch.equal(logits(source.with_array("output.bias", bias)), logits(source) + torch.from_numpy(bias))
+
+
+def test_llama_may_have_biases_in_its_feed_forward() -> None:
+    """Without weights in front, what comes out is the same for all tokens, and may be a bias of the last product."""
+    source = original("llama")
+    shape = source.tensors["blk.0.ffn_gate.weight"].shape
+    gate, up = np.linspace(-2, 2, shape[0], dtype=np.float32), np.linspace(1, -1, shape[0], dtype=np.float32)
+    for i in range(4):
+        for name in ("gate", "up"):
+            source = source.with_array(f"blk.{i}.ffn_{name}.weight", np.zeros(shape, np.float32))
+    before, after = source, source
+    for i in range(4):
+        before = before.with_array(f"blk.{i}.ffn_gate.bias", gate).with_array(f"blk.{i}.ffn_up.bias", up)
+        hidden = gate / (1 + np.exp(-gate)) * up
+        after = after.with_array(f"blk.{i}.ffn_down.bias", source.array(f"blk.{i}.ffn_down.weight") @ hidden)
+    assert not torch.allclose(logits(before), logits(source), atol=0.1)
+    torch.testing.assert_close(logits(before), logits(after), rtol=0, atol=1e-4)
 
 
 def test_deepseek_keys() -> None:

@@ -62,6 +62,10 @@ class Keys(Mapping[str, Value]):
         """View of the keys that begin with `prefix` and a dot, without that beginning."""
         return Keys(self._entries, self._path, f"{self._prefix}{prefix}.")
 
+    def without(self, key: str) -> Keys:
+        """The same without one key, given in full."""
+        return Keys({name: entry for name, entry in self._entries.items() if name != key}, self._path, self._prefix)
+
     @property
     def file(self) -> str:
         """Where they are from, for messages."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from overspill.errors import UserError
 from overspill.gguf.cursor import shown, shown_path
+from overspill.gguf.keys import Keys
 from overspill.gguf.source import ModelSource
 from overspill.gguf.tensors import TensorInfo
 from overspill.gguf.types import TensorType
@@ -19,6 +20,9 @@ from overspill.placement.shape import role_of
 from overspill.text.tokenizer import Tokenizer
 
 _NEVER_STORED = (TensorType.Q8_1, TensorType.Q8_K)
+_OF_IMAGES = ("v.", "mm.")
+# Scales of inputs, and the joint matrix of a latent beside its two halves.
+_WITHOUT_EFFECT = (".input_scale", ".attn_kv_b.weight")
 _log = logging.getLogger(__name__)
 
 
@@ -38,10 +42,23 @@ def understand(source: ModelSource) -> Understood:
     """Everything that can be known without reading a weight, checked. `UserError` begins with the source's name."""
     with errors_name(source):
         arch = architecture(source.keys.arch)
-        hparams = arch.read_hparams(source.keys)
+        hparams = arch.read_hparams(_keys_of(source))
         specs = arch.tensors(hparams)
         source = in_one_layout(source, specs)
         return Understood(arch, hparams, check_tensors(specs, source.tensors), source)
+
+
+def _keys_of(source: ModelSource) -> Keys:
+    """The keys, without a count of prediction layers where those it counts have no `nextn` tensors: then they are
+    layers like the others. Where nothing of them is there, the count holds."""
+    keys = source.keys
+    name = f"{keys.arch}.nextn_predict_layers"
+    n_block, n = keys.u32(f"{keys.arch}.block_count", default=0), keys.u32(name, default=0)
+    last = [tensor for tensor in source.tensors if n_block - n <= _number(tensor) < n_block]
+    if not last or n >= n_block or any(_is_of_prediction(tensor) for tensor in last):
+        return keys
+    _log.warning("%s is %d, but the file has no prediction layers: all %d layers are run", name, n, n_block)
+    return keys.without(name)
 
 
 def has_tokenizer(source: ModelSource) -> bool:
@@ -85,7 +102,7 @@ def check_tensors(specs: Iterable[TensorSpec], tensors: Mapping[str, TensorInfo]
         if info is not None:
             _check(spec, info)
             present += [spec, *_scale_of(spec, tensors)]
-    _tell_unused(tensors.keys() - {spec.name for spec in present}, {_layer_of(spec.name) for spec in present})
+    _refuse_others(tensors.keys() - {spec.name for spec in present}, {_layer_of(spec.name) for spec in present})
     return present
 
 
@@ -99,18 +116,34 @@ def _scale_of(spec: TensorSpec, tensors: Mapping[str, TensorInfo]) -> list[Tenso
     return [scale]
 
 
-def _tell_unused(names: Set[str], layers: Set[int | None]) -> None:
-    """Say what is not loaded. Layers of which nothing is are prediction layers; input scales change no result."""
+def _refuse_others(names: Set[str], layers: Set[int | None]) -> None:
+    """Say what is not loaded: prediction layers, what sees images, and what changes no result. The rest would."""
     behind = {name for name in names if _layer_of(name) not in layers}
-    if behind:
+    if behind and any(map(_is_of_prediction, behind)):
         _log.info("%d tensor(s) of prediction layers are not loaded", len(behind))
-    unknown = {name for name in names - behind if not name.endswith(".input_scale")}
+        names = names - behind
+    images = {name for name in names if name.startswith(_OF_IMAGES)}
+    if images:
+        _log.info("%d tensor(s) for images are not loaded", len(images))
+    unknown = {name for name in names - images if not name.endswith(_WITHOUT_EFFECT)}
     if unknown:
-        _log.warning("%d tensor(s) that this architecture does not use are ignored: %s", len(unknown), _some(unknown))
+        raise UserError(
+            f"{len(unknown)} tensor(s) that this architecture does not have, so text would be wrong: {_some(unknown)}"
+        )
 
 
 def _layer_of(name: str) -> int | None:
     return role_of(name)[1]
+
+
+def _number(name: str) -> int:
+    """The layer's, -1 outside the layers."""
+    layer = _layer_of(name)
+    return -1 if layer is None else layer
+
+
+def _is_of_prediction(name: str) -> bool:
+    return ".nextn." in name
 
 
 def _check(spec: TensorSpec, info: TensorInfo) -> None:

@@ -12,8 +12,6 @@ import torch
 
 from overspill.models.specs.rope import RopeParams
 
-_BETA_FAST, _BETA_SLOW = 32.0, 1.0
-
 
 def frequencies(rope: RopeParams) -> torch.Tensor:
     """Angle per position of each pair, float32 `[n_rot / 2]`."""
@@ -21,7 +19,7 @@ def frequencies(rope: RopeParams) -> torch.Tensor:
     plain = rope.base ** (-2.0 * i / rope.n_rot)
     if rope.scaling != "yarn":
         return (plain / rope.factor).float()
-    low, high = math.floor(_yarn_dim(rope, _BETA_FAST)), math.ceil(_yarn_dim(rope, _BETA_SLOW))
+    low, high = math.floor(_yarn_dim(rope, rope.beta_fast)), math.ceil(_yarn_dim(rope, rope.beta_slow))
     low, high = max(0, low), min(rope.n_rot - 1, high)
     ramp = 1.0 - ((i - low) / max(0.001, high - low)).clamp(0.0, 1.0)
     return (plain / rope.factor * (1.0 - ramp) + plain * ramp).float()

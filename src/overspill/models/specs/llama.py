@@ -7,6 +7,7 @@ from overspill.models.specs import base
 from overspill.models.specs.base import HParams, TensorSpec
 from overspill.models.specs.parts import (
     attention_tensors,
+    dense_biases,
     dense_tensors,
     expert_tensors,
     global_tensors,
@@ -26,5 +27,5 @@ def tensors(hp: HParams) -> list[TensorSpec]:
     for i in range(hp.n_layer):
         specs += attention_tensors(hp, i) + qkv_biases(hp, i, is_required=False)
         specs.append(output_bias(hp, i, is_required=False))
-        specs += expert_tensors(hp, i) if hp.is_moe(i) else dense_tensors(hp, i)
+        specs += expert_tensors(hp, i) if hp.is_moe(i) else dense_tensors(hp, i) + dense_biases(hp, i)
     return specs

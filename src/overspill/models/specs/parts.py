@@ -70,6 +70,16 @@ def dense_tensors(hp: HParams, i_layer: int, *, norm: str = "ffn_norm") -> list[
     ]
 
 
+def dense_biases(hp: HParams, i_layer: int) -> list[TensorSpec]:
+    """Biases of a gated feed-forward."""
+    b = f"blk.{i_layer}."
+    return [
+        TensorSpec(b + "ffn_gate.bias", (hp.n_ff,), is_required=False),
+        TensorSpec(b + "ffn_up.bias", (hp.n_ff,), is_required=False),
+        TensorSpec(b + "ffn_down.bias", (hp.n_embd,), is_required=False),
+    ]
+
+
 def expert_tensors(hp: HParams, i_layer: int, *, norm: str = "ffn_norm") -> list[TensorSpec]:
     """Router and stacked experts, and the norm before them."""
     b, E = f"blk.{i_layer}.", hp.n_expert

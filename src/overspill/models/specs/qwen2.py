@@ -15,7 +15,7 @@ def read_hparams(keys: Keys) -> HParams:
 
 def tensors(hp: HParams) -> list[TensorSpec]:
     """Every tensor of the architecture."""
-    specs = global_tensors(hp)
+    specs = [*global_tensors(hp), TensorSpec("output.bias", (hp.n_vocab,), is_required=False)]
     for i in range(hp.n_layer):
         specs += attention_tensors(hp, i) + qkv_biases(hp, i, is_required=True) + dense_tensors(hp, i)
     return specs

@@ -14,7 +14,9 @@ from overspill.gguf.keys import Keys
 class RopeParams:
     """n_rot: rotated channels. scaling: none, linear or yarn. factor: context extension, 1 = none.
 
-    log_multiplier: how much YaRN's attention temperature grows with the logarithm of the factor.
+    log_multiplier: how much YaRN's attention temperature grows with the logarithm of the factor. beta_fast, beta_slow:
+    channels that turn more often than the first within `n_ctx_orig` positions stay as they are, those that turn less
+    often than the second are stretched by the whole factor.
     """
 
     n_rot: int
@@ -24,6 +26,8 @@ class RopeParams:
     n_ctx_orig: int
     attn_factor: float
     log_multiplier: float = 0.1
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
 
     @classmethod
     def from_keys(cls, a: Keys, head_dim: int) -> RopeParams:
@@ -49,6 +53,8 @@ class RopeParams:
             factor=1.0 if scaling == "none" else _factor(a),
             n_ctx_orig=n_ctx_orig,
             attn_factor=a.f32("rope.scaling.attn_factor", default=1.0),
+            beta_fast=_beta(a, "rope.scaling.yarn_beta_fast", cls.beta_fast),
+            beta_slow=_beta(a, "rope.scaling.yarn_beta_slow", cls.beta_slow),
         )
 
     @property
@@ -65,6 +71,14 @@ def rope_base(a: Keys, name: str, default: float) -> float:
     if not 1.0 < base < math.inf:
         raise UserError(f"{a.full_name(name)} is {base:g}: must be above 1")
     return base
+
+
+def _beta(a: Keys, name: str, default: float) -> float:
+    """A bound between channels. Converters write it for all models; Kimi-K2 has 1 for both."""
+    beta = a.f32(name, default=default)
+    if not 0.0 < beta < math.inf:
+        raise UserError(f"{a.full_name(name)} is {beta:g}: must be above 0")
+    return beta
 
 
 def _factor(a: Keys) -> float:
