@@ -128,7 +128,8 @@ def _refuse_others(names: Set[str], layers: Set[int | None]) -> None:
     unknown = {name for name in names - images if not name.endswith(_WITHOUT_EFFECT)}
     if unknown:
         raise UserError(
-            f"{len(unknown)} tensor(s) that this architecture does not have, so text would be wrong: {_some(unknown)}"
+            f"{len(unknown)} tensor name(s) unknown to this architecture, without which text would be wrong: "
+            f"{_some(unknown)}"
         )
 
 
