@@ -113,18 +113,17 @@ def run(
     """Continue a prompt; without one, talk: a conversation in the terminal."""
     from overspill.commands.chat import run_chat
     from overspill.commands.run import run_prompt
-    from overspill.commands.sampling import Sampling
 
-    sampling = Sampling.of(sampling_fields(sampling_flags))
+    fields = sampling_fields(sampling_flags)
     if prompt is None and file is None:
         if as_json:
             raise UserError("--json: a conversation has no JSON; give a prompt with -p or -f")
-        run_chat(model, sampling, system=system, stop=stop or (), options=options)
+        run_chat(model, fields, system=system, stop=stop or (), options=options)
         return
     if system is not None:
         raise UserError("--system: it is for a conversation; leave out -p and -f")
     run_prompt(
-        model, _prompt_text(prompt, file), sampling, stop=stop or (), is_chat=chat, as_json=as_json, options=options
+        model, _prompt_text(prompt, file), fields, stop=stop or (), is_chat=chat, as_json=as_json, options=options
     )
 
 
@@ -157,6 +156,16 @@ def serve(
     reasoning_budget: Annotated[
         int | None, typer.Option("--reasoning-budget", help="0: no thoughts; -1: as many as the model likes")
     ] = None,
+    reasoning: Annotated[
+        str, typer.Option("--reasoning", "-rea", help="on or off, where the template can; auto: as it is")
+    ] = "auto",
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", "--reverse-prompt", "-r", help="text that ends an answer")
+    ] = None,
+    sse_ping_interval: Annotated[
+        float, typer.Option("--sse-ping-interval", help="longest silence of a stream, in seconds")
+    ] = 10,
+    ui: Annotated[bool, typer.Option("--ui/--no-ui", help="the page at /")] = True,
     cache_prompt: Annotated[
         bool, typer.Option("--cache-prompt/--no-cache-prompt", help="reuse what a slot has of a prompt")
     ] = True,
@@ -170,10 +179,17 @@ def serve(
 
     keys = [*(api_key.split(",") if api_key is not None else []), *_lines_of(api_key_file)]
     defaults = sampling_fields(sampling_flags) | request_defaults(
-        chat_template_kwargs, reasoning_format, reasoning_budget, caches=cache_prompt
+        chat_template_kwargs, reasoning_format, reasoning_budget, reasoning, stop=stop or (), caches=cache_prompt
     )
     settings = ServerSettings(
-        host=host, port=port, api_keys=frozenset(keys), name=alias or "", api_prefix=api_prefix, defaults=defaults
+        host=host,
+        port=port,
+        api_keys=frozenset(keys),
+        name=alias or "",
+        api_prefix=api_prefix,
+        ping_s=sse_ping_interval,
+        has_page=ui,
+        defaults=defaults,
     )
     template = _read_text(chat_template_file) if chat_template_file is not None else chat_template
     serve_model(model, settings, options, template)

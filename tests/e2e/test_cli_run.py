@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from overspill.commands.sampling import fields_of_model
 from overspill.gguf import open_gguf
 from overspill.text.tokenizer import Tokenizer
+from tests.helpers import gguf_files
 from tests.helpers.cli import HOST_EXPERT_BYTES, MODEL, SPILLING, Capture, Ran, main, overspill
 
 
@@ -92,6 +94,33 @@ def test_stop_string_and_seed(capsys: Capture) -> None:
     assert cut["timings"]["predicted_per_second"] > 0
     hot = [run_json(capsys, *options, "--temp", "2", "-s", seed)["tokens"] for seed in ("1", "1", "2")]
     assert hot[0] == hot[1] != hot[2]
+
+
+def test_the_file_says_how_tokens_are_chosen_and_flags_say_otherwise(capsys: Capture, tmp_path: Path) -> None:
+    said = {
+        "top_k": gguf_files.i32(1),
+        "temp": gguf_files.f32(3.0),
+        "penalty_last_n": gguf_files.i32(-1),
+        "sequence": gguf_files.string("top_k;temperature"),
+    }
+    document = gguf_files.base()
+    for key, value in said.items():
+        document = document.with_key(f"general.sampling.{key}", value)
+    file = tmp_path / "model.gguf"
+    file.write_bytes(document.to_bytes())
+
+    def tokens(*flags: str) -> set[tuple[int, ...]]:
+        ran = [main(capsys, "run", "-m", file, "-p", "a", "-n", "8", "-s", s, "--json", *flags) for s in ("1", "2")]
+        return {tuple(json.loads(r.out)["tokens"]) for r in ran}
+
+    assert len(tokens()) == 1
+    assert len(tokens("--top-k", "0")) == 2
+    assert fields_of_model(open_gguf(file).keys) == {
+        "top_k": 1,
+        "temperature": 3.0,
+        "repeat_last_n": 2**31 - 1,
+        "samplers": ["top_k", "temperature"],
+    }
 
 
 def test_constrained_answers(capsys: Capture, tmp_path: Path) -> None:

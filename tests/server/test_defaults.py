@@ -31,6 +31,17 @@ def test_defaults_are_told_and_used(set_up: Served) -> None:
     assert message["usage"]["output_tokens"] > 3
 
 
+def test_there_may_be_no_page_and_stops_may_be_given_to_all() -> None:
+    with serving(ServerSettings(port=0, name="tiny", has_page=False, defaults={"stop": ["e"]})) as served:
+        assert served.client.get("/").status_code == served.client.get("/page/page.js").status_code == 404
+        assert served.client.get("/status").status_code == 200
+        ask = {"prompt": "The licence", "temperature": 0, "n_predict": 24}
+        free = served.ask("/completion", stop=["nothing of the kind"], **ask)["content"]
+        assert "e" in free
+        for stop in ({}, {"stop": []}):
+            assert served.ask("/completion", **stop, **ask)["content"] == free[: free.index("e")]
+
+
 def test_requests_say_otherwise(set_up: Served) -> None:
     schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 40, "temperature": 1, "seed": 1}

@@ -7,9 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from overspill.commands.screen import bar
-from overspill.engine.constraint import Constraint
-from overspill.engine.params import SamplingParams
-from overspill.engine.request import DoneEvent, ProgressEvent, Timings, TokenEvent
+from overspill.engine.request import DoneEvent, ProgressEvent, Request, Timings, TokenEvent
 from overspill.errors import UserError
 from overspill.llm import LLM
 from overspill.text.stream import TextStream
@@ -26,19 +24,16 @@ class Answered:
 
 def answer(
     llm: LLM,
-    ids: Sequence[int],
-    params: SamplingParams,
+    request: Request,
     show: Callable[[str], None],
     *,
     stop: Sequence[str] = (),
     shown_ids: Collection[int] = (),
-    constraint: Constraint | None = None,
 ) -> Answered:
-    """Generate; `show` gets the text piece by piece. shown_ids: control tokens to be seen. constraint: of this answer
-    alone. An interrupt cancels it."""
+    """Generate; `show` gets the text piece by piece. shown_ids: control tokens to be seen."""
     answered, text = Answered(), TextStream(llm.tokenizer, stop, shown_ids=shown_ids)
     is_stopped = False
-    with ExitStack() as until_first_token, llm.submit(llm.request(ids, params, constraint)) as events:
+    with ExitStack() as until_first_token, llm.submit(request) as events:
         progress = until_first_token.enter_context(bar("prompt", "tokens"))
         for event in events:
             match event:

@@ -15,8 +15,8 @@ from typing import Any
 
 from overspill.commands.answering import answer
 from overspill.commands.files import open_for_text
-from overspill.commands.sampling import Sampling
-from overspill.commands.screen import loading_bar
+from overspill.commands.sampling import Sampling, fields_of_model
+from overspill.commands.screen import loading_bar, on_interrupt
 from overspill.engine.constraint import Constraint
 from overspill.engine.request import Timings
 from overspill.errors import UserError
@@ -31,16 +31,17 @@ _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 def run_chat(
-    model: Path, sampling: Sampling, *, system: str | None, stop: Sequence[str], options: Mapping[str, Any]
+    model: Path, fields: Mapping[str, Any], *, system: str | None, stop: Sequence[str], options: Mapping[str, Any]
 ) -> None:
-    """Load, then talk until the input ends."""
+    """Load, then talk until the input ends. fields: of a request, from the flags."""
     if "trace" in options:
         raise UserError("--trace: a conversation's trace would have no end; give a prompt with -p or -f")
     source = open_for_text(model)
+    sampling = Sampling.of({**fields_of_model(source.keys), **fields})
     template = ChatTemplate.from_keys(source.keys)
     with loading_bar() as progress:
         llm = LLM(source, progress=progress, **options)
-    with llm:
+    with llm, on_interrupt(_nothing):
         print(_WELCOME, file=sys.stderr)
         chat = _Chat(llm, template, sampling, system, stop)
         for line in _lines():
@@ -85,23 +86,11 @@ class _Chat:
         prompt = "".join(segment.text for segment in segments)
         screen = _Screen(self._dialect.reader(prompt, tools=(), is_raw=False))
         shown_ids = self._dialect.mark_ids(tokenizer)
-        ids = tokenizer.encode_marked(segments)
-        constraint = self._constraint(prompt)
-        try:
-            answered = answer(
-                self._llm,
-                ids,
-                self._params,
-                screen.show,
-                stop=self._stop,
-                shown_ids=shown_ids,
-                constraint=constraint,
-            )
-            told = _told(answered.timings, answered.finish_reason)
-        except KeyboardInterrupt:
-            told = "(stopped)"
+        request = self._llm.request(tokenizer.encode_marked(segments), self._params, self._constraint(prompt))
+        with on_interrupt(lambda: self._llm.cancel(request.id)):
+            answered = answer(self._llm, request, screen.show, stop=self._stop, shown_ids=shown_ids)
         screen.finish()
-        print(told, file=sys.stderr)
+        print(_told(answered.timings, answered.finish_reason), file=sys.stderr)
         return screen.message
 
     def _constraint(self, prompt: str) -> Constraint | None:
@@ -162,7 +151,8 @@ def _lines() -> Iterator[str]:
     begun: list[str] = []
     while True:
         try:
-            line = input(("… " if begun else "> ") if is_terminal else "")
+            with on_interrupt(_leave_the_line):
+                line = input(("… " if begun else "> ") if is_terminal else "")
         except EOFError:
             return
         except KeyboardInterrupt:
@@ -175,7 +165,17 @@ def _lines() -> Iterator[str]:
             begun.clear()
 
 
+def _nothing() -> None:
+    """What an interrupt does between a message and its answer."""
+
+
+def _leave_the_line() -> None:
+    raise KeyboardInterrupt
+
+
 def _told(t: Timings, reason: str) -> str:
+    if reason == "cancelled":
+        return "(stopped)"
     ended = "" if reason == "stop" else f", ended by {reason}"
     return (
         f"({t.cache_n} + {t.prompt_n} tokens read at {t.prompt_per_second:.1f} t/s, "

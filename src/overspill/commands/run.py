@@ -11,7 +11,7 @@ from typing import Any
 
 from overspill.commands.answering import Answered, answer
 from overspill.commands.files import check_writable, open_for_text
-from overspill.commands.sampling import Sampling
+from overspill.commands.sampling import Sampling, fields_of_model
 from overspill.commands.screen import loading_bar
 from overspill.llm import LLM
 from overspill.pipeline.trace import write_trace
@@ -23,15 +23,19 @@ from overspill.text.tokenizer import Tokenizer
 def run_prompt(
     model: Path,
     prompt: str,
-    sampling: Sampling,
+    fields: Mapping[str, Any],
     *,
     stop: Sequence[str],
     is_chat: bool,
     as_json: bool,
     options: Mapping[str, Any],
 ) -> None:
-    """Load, answer, print. The text goes to stdout as it comes; with `as_json`, one JSON object at the end."""
+    """Load, answer, print. The text goes to stdout as it comes; with `as_json`, one JSON object at the end.
+
+    fields: of a request, from the flags.
+    """
     source = open_for_text(model)
+    sampling = Sampling.of({**fields_of_model(source.keys), **fields})
     template = ChatTemplate.from_keys(source.keys) if is_chat else None
     if "trace" in options:
         check_writable("--trace", Path(options["trace"]))
@@ -44,7 +48,7 @@ def run_prompt(
             llm.start_trace()
         pieces: list[str] = []
         show = pieces.append if as_json else _print
-        answered = answer(llm, ids, params, show, stop=stop, constraint=start() if start else None)
+        answered = answer(llm, llm.request(ids, params, start() if start else None), show, stop=stop)
         if llm.options.trace is not None:
             write_trace(llm.take_trace(), Path(llm.options.trace))
         if as_json:

@@ -1,4 +1,5 @@
-"""How `run` chooses tokens: its flags as the engine's parameters, a grammar and breakers for the model at hand."""
+"""How tokens are chosen where a flag or a request does not say: what the model's file wants; and `run`'s flags as the
+engine's parameters, a grammar and breakers for the model at hand."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 from overspill.engine.params import SamplingParams
 from overspill.engine.sampler_names import samplers_of
 from overspill.errors import UserError
+from overspill.gguf import Keys
 from overspill.text.breakers import DEFAULT_BREAKERS, breakers_of
 from overspill.text.constrain import Grammars, Matching
 from overspill.text.gbnf import lark_of
@@ -17,6 +19,33 @@ from overspill.text.tokenizer import Tokenizer
 StartConstraint = Callable[[], Matching]
 
 _OF_TEXT = ("dry_sequence_breakers", "grammar", "json_schema")
+_NUMBERS_OF_MODELS = {
+    "temperature": "temp",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "xtc_probability": "xtc_probability",
+    "xtc_threshold": "xtc_threshold",
+    "repeat_penalty": "penalty_repeat",
+    "mirostat_tau": "mirostat_tau",
+    "mirostat_eta": "mirostat_eta",
+}
+_COUNTS_OF_MODELS = {"top_k": "top_k", "repeat_last_n": "penalty_last_n", "mirostat": "mirostat"}
+_ALL_THERE_ARE = 2**31 - 1
+
+
+def fields_of_model(keys: Keys) -> dict[str, Any]:
+    """What a file's `general.sampling` keys say, as fields of a request; they yield to flags, as in llama.cpp."""
+    said = keys.scoped("general.sampling")
+    fields: dict[str, Any] = {field: said.f32(key, None) for field, key in _NUMBERS_OF_MODELS.items()}
+    counts = {field: said.f32(key, None) for field, key in _COUNTS_OF_MODELS.items()}
+    fields |= {field: None if n is None else int(n) for field, n in counts.items()}
+    if (fields["top_k"] or 0) < 0:
+        fields["top_k"] = 0
+    if (fields["repeat_last_n"] or 0) < 0:
+        fields["repeat_last_n"] = _ALL_THERE_ARE
+    if sequence := said.text("sequence", ""):
+        fields["samplers"] = [name for name in sequence.split(";") if name]
+    return {field: value for field, value in fields.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,8 @@
-"""Progress bars on stderr, where it is a terminal; nothing elsewhere."""
+"""The terminal: progress bars on stderr, where it is one, and what Ctrl-C does."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -35,3 +36,23 @@ def loading_bar() -> Iterator[Callable[[int, int], None]]:
     """The bar of a model being loaded, in MiB."""
     with bar("loading", "MiB", scale=float(1 << 20)) as update:
         yield update
+
+
+@contextmanager
+def on_interrupt(act: Callable[[], None]) -> Iterator[None]:
+    """What Ctrl-C does for as long as the block lasts, in place of ending the program. Once `act` has raised, it does
+    what it did before. For the main thread."""
+
+    def handle(*_: object) -> None:
+        try:
+            act()
+        except BaseException:
+            signal.signal(signal.SIGINT, before)
+            raise
+
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from overspill.commands.files import open_for_text
+from overspill.commands.sampling import fields_of_model
 from overspill.commands.screen import loading_bar
 from overspill.errors import UserError
 from overspill.llm import LLM, Progress
@@ -20,15 +22,27 @@ from overspill.text.chat import ChatTemplate
 
 
 def request_defaults(
-    template_kwargs: str | None, reasoning_format: str | None, reasoning_budget: int | None, *, caches: bool
+    template_kwargs: str | None,
+    reasoning_format: str | None,
+    reasoning_budget: int | None,
+    reasoning: str,
+    *,
+    stop: Sequence[str],
+    caches: bool,
 ) -> dict[str, Any]:
     """What the flags say about requests that say nothing themselves, as fields of a request."""
     variables = {} if template_kwargs is None else _json_object("--chat-template-kwargs", template_kwargs)
     if reasoning_budget not in (None, 0, -1):
         raise UserError(f"--reasoning-budget {reasoning_budget}: give 0 (no thoughts) or -1 (as many as it likes)")
-    if reasoning_budget == 0:
-        variables.setdefault("enable_thinking", False)
-    fields = {"chat_template_kwargs": variables or None, "reasoning_format": reasoning_format}
+    if reasoning not in ("on", "off", "auto"):
+        raise UserError(f"--reasoning {reasoning}: give on, off or auto")
+    if reasoning_budget == 0 or reasoning != "auto":
+        variables.setdefault("enable_thinking", reasoning_budget != 0 and reasoning == "on")
+    fields = {
+        "chat_template_kwargs": variables or None,
+        "reasoning_format": reasoning_format,
+        "stop": list(stop) or None,
+    }
     return {k: v for k, v in fields.items() if v is not None} | ({} if caches else {"cache_prompt": False})
 
 
@@ -42,6 +56,8 @@ def serve_model(model: Path, settings: ServerSettings, options: Mapping[str, Any
     options_from(options)
     check_defaults(settings.defaults)
     source = open_for_text(model)
+    settings = replace(settings, defaults={**fields_of_model(source.keys), **settings.defaults})
+    check_defaults(settings.defaults)
 
     def open_model(progress: Progress) -> LLM:
         with loading_bar() as bar:

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp
 
 from overspill.engine.loop import EngineStopped
 from overspill.errors import UserError
-from overspill.server import routes_messages, routes_page, routes_status, routes_text
+from overspill.server import routes_absent, routes_messages, routes_page, routes_status, routes_text
 from overspill.server.errors import ApiError, ClientGone, as_api_error
 from overspill.server.gate import Gate
 from overspill.server.host import Host
@@ -27,8 +27,9 @@ def create_app(host: Host, settings: ServerSettings) -> ASGIApp:
     app.state.host = host
     app.state.settings = settings
     app.state.metrics = Metrics(host)
-    for routes in (routes_page, routes_status, routes_text, routes_messages):
-        app.include_router(routes.router, prefix=settings.api_prefix)
+    routers = [routes.router for routes in (routes_page, routes_status, routes_text, routes_messages, routes_absent)]
+    for router in [*routers, *([routes_page.page_router] if settings.has_page else [])]:
+        app.include_router(router, prefix=settings.api_prefix)
     for kind in (ApiError, UserError, EngineStopped, Exception):
         app.add_exception_handler(kind, _tell)
     app.add_exception_handler(ClientGone, _hung_up)

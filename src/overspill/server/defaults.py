@@ -24,11 +24,13 @@ def check_defaults(defaults: Mapping[str, Any]) -> None:
 
 
 def with_defaults(kind: type[Any], values: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """A body's values, completed. A grammar of the flags yields to any that the request brings along."""
+    """A body's values, completed. A grammar of the flags yields to any that the request brings along; no stop strings
+    are as good as none given."""
     if not issubclass(kind, SamplingFields):
         return values
     own = {"grammar", "json_schema", "response_format", "tools"}
     brings_own = any(values.get(name) not in (None, "", []) for name in own)
     limits = {"n_predict"} if {"max_tokens", "max_completion_tokens"} & values.keys() else set()
     left_out = (own if brings_own else set()) | limits
-    return {name: value for name, value in defaults.items() if name not in left_out} | values
+    given = {name: value for name, value in values.items() if name != "stop" or value != []}
+    return {name: value for name, value in defaults.items() if name not in left_out} | given

@@ -17,6 +17,7 @@ from overspill.server.status import status_dict
 from overspill.server.strict_json import Json
 
 router = APIRouter()
+page_router = APIRouter()
 
 PAGE_FILES = {"page.css": "text/css; charset=utf-8", "page.js": "text/javascript; charset=utf-8"}
 _FOLDER = Path(__file__).parent / "page"
@@ -29,13 +30,13 @@ _HEADERS = {
 }
 
 
-@router.get("/", include_in_schema=False)
+@page_router.get("/", include_in_schema=False)
 async def page() -> Response:
     """Chat, and a live view of the machine."""
     return _file("index.html", "text/html; charset=utf-8")
 
 
-@router.get("/page/{name}", include_in_schema=False)
+@page_router.get("/page/{name}", include_in_schema=False)
 async def page_file(name: str) -> Response:
     """Style and script of the page."""
     if name not in PAGE_FILES:
