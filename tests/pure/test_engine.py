@@ -344,11 +344,14 @@ def test_timings_count_from_the_first_wave_and_from_the_first_token():
 def test_slots_tell_what_they_do():
     engine, _ = make()
     for name in "abc":
-        engine.submit(Request(name, prompt(1, 9), GREEDY))
+        engine.submit(Request(name, prompt(1, 9), SamplingParams(temperature=0, max_tokens=3)))
     engine.step()
     a, b = engine.slots
-    assert (a.slot, a.request_id, a.n_prompt, a.n_done, a.n_generated) == (0, "a", 9, 9, 1)
+    assert (a.slot, a.is_busy, a.request_id, a.n_prompt, a.n_done, a.n_generated) == (0, True, "a", 9, 9, 1)
     assert (b.slot, b.request_id, b.n_done, b.n_generated) == (1, "b", 0, 0)
     assert engine.n_waiting == 1
     drain(engine)
-    assert [s.request_id for s in engine.slots] == [None, None]
+    assert [(s.is_busy, s.request_id, s.n_done, s.n_generated) for s in engine.slots] == [
+        (False, "c", 9, 3),
+        (False, "b", 9, 3),
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ class Served:
     url: str
     host: Host
     client: httpx.Client
+    server: Server
 
     @property
     def llm(self) -> LLM:
@@ -56,6 +58,16 @@ class Served:
             assert response.headers["content-type"].startswith("text/event-stream")
             return [event_data(line) for line in response.iter_lines() if line.startswith("data: ")]
 
+    @contextmanager
+    def asking(self, path: str, **body: Any) -> Iterator[None]:
+        """A request that nobody reads the answer of; at the end of the block, the client hangs up."""
+        data, (host, port) = json.dumps(body).encode(), self.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(
+                f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+            )
+            yield
+
     def metric(self, name: str) -> float:
         lines = self.client.get("/metrics").text.splitlines()
         return float(next(line.split()[-1] for line in lines if line.startswith(name + " ")))
@@ -65,6 +77,27 @@ class Served:
 
     def wait_until_idle(self, timeout_s: float = 20.0) -> None:
         wait_until(lambda: self.n_busy() == 0 and self.llm.status.n_waiting == 0, timeout_s)
+
+
+MANY = 10_000
+
+
+@contextmanager
+def held(served: Served) -> Iterator[threading.Semaphore]:
+    """Each wave waits until the test releases one; in the end all go on."""
+    engine, waves = served.llm._engine, threading.Semaphore(0)
+    run_wave = engine._run_wave
+
+    def run(wave: Any) -> Any:
+        assert waves.acquire(timeout=60)
+        return run_wave(wave)
+
+    engine._run_wave = run
+    try:
+        yield waves
+    finally:
+        engine._run_wave = run_wave
+        waves.release(MANY)
 
 
 def strict(text: str) -> Any:
@@ -117,7 +150,7 @@ def serving(
         with httpx.Client(base_url=url, timeout=60) as client:
             if is_awaited:
                 wait_until(lambda: client.get("/health").status_code == 200)
-            yield Served(url, host, client)
+            yield Served(url, host, client, server)
     finally:
         server.end()
         thread.join(30)

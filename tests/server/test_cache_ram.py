@@ -57,7 +57,7 @@ def test_a_client_that_leaves_costs_no_image_its_bytes(one: Served) -> None:
 
     def slow(wave: Any) -> Any:
         if wave.n_tokens > 1:
-            one.llm.cancel(next(s.request_id for s in one.llm.status.slots if s.request_id))
+            one.llm.cancel(next(s.request_id for s in one.llm.status.slots if s.is_busy))
         return run_wave(wave)
 
     one.llm._engine._run_wave = slow

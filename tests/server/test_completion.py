@@ -214,6 +214,34 @@ def test_status_pages(served: Served) -> None:
     assert "/v1/chat/completions" in served.client.get("/openapi.json").json()["paths"]
 
 
+def test_slots_tell_what_they_did_last(served: Served) -> None:
+    answer = served.ask("/completion", prompt=[7] * 40, id_slot=1, cache_prompt=False, top_k=9, **GREEDY)
+    assert answer["id_slot"] == 1
+    served.wait_until_idle()
+    slot = served.client.get("/slots").json()[1]
+    assert (slot["id"], slot["is_processing"], slot["params"]["top_k"]) == (1, False, 9)
+    assert (slot["n_prompt_tokens"], slot["n_prompt_tokens_processed"], slot["n_prompt_tokens_cache"]) == (40, 40, 0)
+    assert slot["next_token"] == [{"has_next_token": False, "n_remain": 0, "n_decoded": 24}]
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+@pytest.mark.parametrize(
+    "path", ["/v1/responses", "/infill", "/v1/embeddings", "/rerank", "/lora-adapters", "/slots/0?action=save"]
+)
+def test_what_llama_server_has_and_this_has_not_is_said(served: Served, method: str, path: str) -> None:
+    response = served.client.request(method, path)
+    error = response.json()["error"]
+    assert (response.status_code, error["type"]) == (501, "not_supported_error")
+    assert error["message"]
+
+
+def test_properties_can_be_read_and_not_set(served: Served) -> None:
+    assert served.client.post("/props", json={}).status_code == 501
+    assert served.client.head("/health").status_code == served.client.head("/props").status_code == 200
+    assert served.client.head("/health").content == b""
+    assert served.client.head("/nowhere").status_code == 404
+
+
 def test_metrics_count(served: Served) -> None:
     names = ("llamacpp:prompt_tokens_total", "llamacpp:tokens_predicted_total", "llamacpp:n_decode_total")
     before = [served.metric(name) for name in names]

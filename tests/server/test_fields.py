@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from tests.server.scripted import Says
-from tests.server.served import GREEDY, Served, event_data
+from tests.server.served import GREEDY, MANY, Served, event_data, held, wait_until
 
 USER = {"role": "user", "content": "Is it so?"}
 CHAT = "/v1/chat/completions"
@@ -43,6 +44,17 @@ def test_other_names_of_fields(served: Served) -> None:
         assert served.post(CHAT, messages=[USER], max_tokens=1, **{name: 9}).status_code == 400
 
 
+def test_logprobs_by_llama_servers_name_at_every_endpoint(served: Served) -> None:
+    ask = {"prompt": "a", "n_predict": 2, "temperature": 0}
+    expected = served.ask("/completion", n_probs=2, **ask)["completion_probabilities"]
+    assert [len(entry["top_logprobs"]) for entry in expected] == [2, 2]
+    assert served.ask("/completion", logprobs=2, **ask)["completion_probabilities"] == expected
+    assert served.ask("/v1/completions", n_probs=2, **ask)["choices"][0]["logprobs"]["content"] == expected
+    chat = served.ask(CHAT, messages=[USER], max_tokens=2, n_probs=2)["choices"][0]["logprobs"]["content"]
+    assert [len(entry["top_logprobs"]) for entry in chat] == [2, 2]
+    assert "logprobs" not in served.ask(CHAT, messages=[USER], max_tokens=2)["choices"][0]
+
+
 def slow_down(served: Served, monkeypatch: pytest.MonkeyPatch, wave_s: float) -> None:
     """Every wave takes so much longer."""
     engine = served.llm._engine
@@ -55,14 +67,24 @@ def slow_down(served: Served, monkeypatch: pytest.MonkeyPatch, wave_s: float) ->
     monkeypatch.setattr(engine, "_run_wave", slow)
 
 
-def test_pings_as_often_as_a_client_wants(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server's own are 0.2 s apart; here waves take 0.5 s."""
-    slow_down(served, monkeypatch, 0.5)
-    for interval, n_pings in ((0.06, range(5, 9)), (5, range(1))):
+def test_pings_as_often_as_a_client_wants(served: Served) -> None:
+    """The server's own are 0.2 s apart."""
+    n_pings = dict.fromkeys((None, 0.02, 60), 0)
+
+    def listen(interval: float | None) -> None:
         body = {"prompt": "a", "n_predict": 1, "stream": True, "sse_ping_interval": interval}
         with served.client.stream("POST", "/completion", json=body) as response:
-            lines = list(response.iter_lines())
-        assert lines.count(":") in n_pings
+            for line in response.iter_lines():
+                n_pings[interval] += line == ":"
+
+    with held(served) as waves, ThreadPoolExecutor(3) as pool:
+        listening = [pool.submit(listen, interval) for interval in n_pings]
+        wait_until(lambda: n_pings[None] == 3)
+        waves.release(MANY)
+        for future in listening:
+            future.result()
+    assert n_pings[0.02] > n_pings[None]
+    assert n_pings[60] == 0
 
 
 def test_a_limit_of_time_acts_once_there_is_a_line(served: Served, says: Says, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +125,17 @@ def test_the_last_message_is_gone_on_from(served: Served) -> None:
         answer = served.ask(CHAT, messages=messages, continue_final_message=True, **GREEDY)
         assert answer["choices"][0]["message"]["content"] == expected["content"]
         assert answer["usage"]["prompt_tokens"] == expected["tokens_evaluated"]
+
+
+def test_the_beginning_is_told_where_that_is_wanted(served: Served) -> None:
+    begun = [USER, {"role": "assistant", "content": "Well, "}]
+    ask = {"messages": begun, "continue_final_message": True, **GREEDY}
+    rest = served.ask(CHAT, **ask)["choices"][0]["message"]["content"]
+    assert served.ask(CHAT, echo=True, **ask)["choices"][0]["message"]["content"] == "Well, " + rest
+    deltas = [e["choices"][0]["delta"] for e in served.events(CHAT, echo=True, **ask) if e != "[DONE]"]
+    assert "".join(delta.get("content") or "" for delta in deltas) == "Well, " + rest
+    plain = served.ask(CHAT, echo=True, messages=[USER], **GREEDY)
+    assert plain["choices"] == served.ask(CHAT, messages=[USER], **GREEDY)["choices"]
 
 
 def test_anthropics_clients_begin_answers_without_saying_so(served: Served) -> None:

@@ -13,13 +13,14 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 
 import torch
 
 from overspill.cache.images import ImageCounts, ImageStore
 from overspill.engine.pace import WavePace
+from overspill.engine.params import SamplingParams
 from overspill.engine.request import (
     DoneEvent,
     DoneReason,
@@ -45,10 +46,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SlotState:
-    """What a slot is doing, for status pages; the counts are 0 and request_id is None while it is idle."""
+    """What a slot is doing, for status pages, or did last while it is idle; request_id and params are None before its
+    first request."""
 
     slot: int
+    is_busy: bool = False
     request_id: str | None = None
+    params: SamplingParams | None = None
     n_prompt: int = 0
     n_done: int = 0
     n_cached: int = 0
@@ -146,6 +150,7 @@ class Engine:
         self._in_wave: frozenset[str] = frozenset()
         self._cancelled: set[str] = set()
         self._runs: dict[str, _Run] = {}
+        self._last_in_slots: dict[int, SlotState] = {}
         self._inbox: SimpleQueue[Request | str] = SimpleQueue()
         self._ids: set[str] = set()
         self._ids_lock = threading.Lock()
@@ -191,13 +196,16 @@ class Engine:
 
     @property
     def slots(self) -> tuple[SlotState, ...]:
-        return tuple(_slot_state(i, sequence) for i, sequence in enumerate(self._scheduler.in_slots))
+        in_slots = enumerate(self._scheduler.in_slots)
+        return tuple(self._last_in_slots.get(i, SlotState(i)) if s is None else _slot_state(i, s) for i, s in in_slots)
 
     def step(self) -> list[Event]:
-        """Take in what came, compute one wave, sample. Blocks while the wave runs."""
-        events = self._take_inbox()
+        """Take in what came, compute one wave, sample. Blocks while the wave runs; what has ended already is told
+        before that."""
+        if ended := self._take_inbox():
+            return ended
         wave = self._scheduler.next_wave(None if self._pace is None else self._pace.n_tokens)
-        return events if wave is None else events + self._compute(wave)
+        return [] if wave is None else self._compute(wave)
 
     # --- coming in
 
@@ -321,6 +329,8 @@ class Engine:
         run = self._runs.pop(sequence.request.id)
         with self._ids_lock:
             self._ids.remove(sequence.request.id)
+        if (slot := sequence.slot) is not None:
+            self._last_in_slots[slot] = replace(_slot_state(slot, sequence), is_busy=False)
         return DoneEvent(
             request_id=sequence.request.id,
             reason=reason,
@@ -329,6 +339,7 @@ class Engine:
             message=message,
             timings=run.timings(self._clock()),
             seed=run.sampler.seed,
+            slot=slot,
         )
 
 
@@ -336,11 +347,9 @@ def _progress(sequence: Sequence) -> ProgressEvent:
     return ProgressEvent(sequence.request.id, sequence.n_done, sequence.n_prompt, sequence.n_reused)
 
 
-def _slot_state(slot: int, sequence: Sequence | None) -> SlotState:
-    if sequence is None:
-        return SlotState(slot)
-    s = sequence
-    return SlotState(slot, s.request.id, s.n_prompt, min(s.n_done, s.n_prompt), s.n_reused, s.n_generated)
+def _slot_state(slot: int, s: Sequence) -> SlotState:
+    n_done = min(s.n_done, s.n_prompt)
+    return SlotState(slot, True, s.request.id, s.request.params, s.n_prompt, n_done, s.n_reused, s.n_generated)
 
 
 def _one_line(error: Exception) -> str:

@@ -105,6 +105,7 @@ class DoneEvent:
 
     reason: "stop" (an end id came), "length" (max_tokens or the context reached), "cancelled", "refused" (the request's
     settings leave no token, or its constraint cannot be followed), "error" (the device or the model failed).
+    slot: where it was; None if it never had one.
     n_generated: tokens, a final end id included. message: one line, with "refused" and "error". seed: what the draws
     used.
     """
@@ -116,6 +117,7 @@ class DoneEvent:
     message: str = ""
     timings: Timings = field(default_factory=Timings)
     seed: int | None = None
+    slot: int | None = None
 
 
 Event = ProgressEvent | TokenEvent | DoneEvent

@@ -110,6 +110,7 @@ class SamplingFields(Body):
     logit_bias: list[Any] | dict[str, Any] = []
     cache_prompt: Flag = True
     id_slot: Whole = Field(-1, ge=-1)
+    n_probs: Whole = Field(0, ge=0)
     return_progress: Flag = False
     timings_per_token: Flag = False
     return_tokens: Flag = False
@@ -141,7 +142,7 @@ class NativeBody(SamplingFields):
 
     prompt: Any
     response_fields: list[str] = []
-    n_probs: Whole = Field(0, ge=0)
+    n_probs: Whole = Field(0, ge=0, validation_alias=AliasChoices("n_probs", "logprobs"))
 
 
 class TextBody(SamplingFields):
@@ -154,11 +155,17 @@ class TextBody(SamplingFields):
     best_of: Whole = 1
     suffix: str = ""
 
+    @property
+    def listed(self) -> int | None:
+        """How many of the likeliest tokens to list, by either of its names; None where no logprobs are wanted."""
+        return self.n_probs or None if self.logprobs is None else self.logprobs
+
 
 class ChatBody(SamplingFields):
     """POST /v1/chat/completions, /apply-template.
 
-    continue_final_message: the last message is the beginning of the answer. reasoning_budget_tokens: see `thinks`.
+    continue_final_message: the last message is the beginning of the answer; echo: which is told with it.
+    reasoning_budget_tokens: see `thinks`.
     """
 
     messages: list[dict[str, Any]] = Field(min_length=1)
@@ -174,6 +181,7 @@ class ChatBody(SamplingFields):
     reasoning_effort: str | None = None
     add_generation_prompt: Flag = True
     continue_final_message: Flag = False
+    echo: Flag = False
     reasoning_budget_tokens: Whole = Field(
         -1, ge=-1, validation_alias=AliasChoices("reasoning_budget_tokens", "thinking_budget_tokens")
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from overspill.server.answers import Answer, Piece
 from overspill.server.errors import ApiError
-from overspill.server.formats import new_id
+from overspill.server.formats import new_id, timings_of
 from overspill.server.generation import Progress
 from overspill.server.reading import Arguments, Call, Part, Reader, Said, Thought, read_all
 
@@ -43,7 +43,8 @@ class MessagesFormat:
         reason = _stop_reason(answer, self._kinds)
         delta = {"stop_reason": reason, "stop_sequence": answer.stopped_by}
         usage = {"output_tokens": len(answer.token_ids)}
-        return [*events, {"type": "message_delta", "delta": delta, "usage": usage}, {"type": "message_stop"}]
+        told = {"delta": delta, "usage": usage, "timings": timings_of([answer])}
+        return [*events, {"type": "message_delta", **told}, {"type": "message_stop"}]
 
     def closing(self, answers: Sequence[Answer]) -> list[Event]:
         return []
@@ -57,6 +58,7 @@ class MessagesFormat:
             "stop_reason": _stop_reason(answer, [block["type"] for block in blocks]),
             "stop_sequence": answer.stopped_by,
             "usage": _usage(answer, answer.done.timings.cache_n),
+            "timings": timings_of([answer]),
         }
 
     def _start(self, answer: Answer, n_cached: int) -> list[Event]:

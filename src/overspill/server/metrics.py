@@ -71,7 +71,7 @@ class Metrics:
 
     def _engine(self) -> Families:
         status = self._host.llm.status
-        n_busy = sum(slot.request_id is not None for slot in status.slots)
+        n_busy = sum(slot.is_busy for slot in status.slots)
         yield _gauge("llamacpp:requests_processing", "Requests in slots", n_busy)
         yield _gauge("llamacpp:requests_deferred", "Requests that wait for a slot", status.n_waiting)
         mean_busy = _rate(status.n_in_waves, status.n_waves)

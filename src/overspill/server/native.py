@@ -66,7 +66,7 @@ class NativeFormat(UnnamedEvents):
             "index": answer.index,
             "content": answer.text,
             "tokens": answer.token_ids if self._body.return_tokens else [],
-            "id_slot": -1,
+            "id_slot": -1 if answer.done.slot is None else answer.done.slot,
             "stop": True,
             "model": self._model,
             "tokens_predicted": len(answer.token_ids),

@@ -19,6 +19,7 @@ from overspill.server.formats import (
     usage_of,
 )
 from overspill.server.generation import Job, Progress
+from overspill.server.prompts import begun_text
 from overspill.server.reading import Arguments, Call, Part, Reader, Said, Thought, read_all
 
 
@@ -30,6 +31,7 @@ class ChatFormat(UnnamedEvents):
     def __init__(self, body: ChatBody, job: Job, make_reader: Callable[[], Reader], model: str) -> None:
         self._body = body
         self._n = job.n
+        self._echoed = begun_text(body) if body.echo and body.continue_final_message else ""
         self._make_reader = make_reader
         self._messages: dict[int, _Message] = {}
         self._head = {
@@ -66,14 +68,18 @@ class ChatFormat(UnnamedEvents):
         return self._head | {"object": "chat.completion", "choices": [self._choice(a) for a in answers]} | usage
 
     def _message(self, answer: Answer) -> _Message:
-        return self._messages.setdefault(answer.index, _Message(self._make_reader()))
+        return self._messages.setdefault(answer.index, _Message(self._make_reader(), self._echoed))
 
     def _opening(self, answer: Answer) -> list[dict[str, Any]]:
         message = self._message(answer)
         if message.is_open:
             return []
         message.is_open = True
-        return [self._chunk(answer, {"role": "assistant", "content": None})]
+        deltas: list[dict[str, Any]] = [
+            {"role": "assistant", "content": None},
+            *([{"content": self._echoed}] if self._echoed else []),
+        ]
+        return [self._chunk(answer, delta) for delta in deltas]
 
     def _pieces(
         self, answer: Answer, read: Callable[[str], list[dict[str, Any]]], piece: Piece
@@ -101,7 +107,7 @@ class ChatFormat(UnnamedEvents):
         return self._head | {"object": "chat.completion.chunk", "choices": [choice]}
 
     def _choice(self, answer: Answer) -> dict[str, Any]:
-        message = _Message(self._make_reader())
+        message = _Message(self._make_reader(), self._echoed)
         message.finish(answer.text)
         choice = {
             "index": answer.index,
@@ -112,14 +118,14 @@ class ChatFormat(UnnamedEvents):
 
 
 class _Message:
-    """A message as it grows: deltas in OpenAI's form, and all of it at the end."""
+    """A message as it grows: deltas in OpenAI's form, and all of it at the end. begun: what it begins with."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: Reader, begun: str) -> None:
         self.is_open = False
         self.calls: list[dict[str, Any]] = []
         self._reader = reader
         self._thoughts: list[str] = []
-        self._said: list[str] = []
+        self._said = [begun]
 
     def push(self, text: str) -> list[dict[str, Any]]:
         return [self._delta(part) for part in self._reader.push(text)]

@@ -73,7 +73,7 @@ def unserved_fields(body: SamplingFields) -> Iterator[str]:
 
 def _unserved_of_text(body: TextBody) -> Iterator[str]:
     asked = {
-        "echo": body.echo and body.logprobs is not None,
+        "echo": body.echo and body.listed is not None,
         "best_of": body.best_of > body.n,
         "suffix": body.suffix != "",
     }
@@ -97,7 +97,7 @@ def check_tools(body: ChatBody, *, has_calls: bool) -> None:
     """ApiError 400 for tools where calls cannot be read, or not in a stream with logprobs."""
     if body.offered_tools and not has_calls:
         raise ApiError(400, "Field 'tools': not supported by this server for the calls of this model; leave it out")
-    if body.offered_tools and body.logprobs and body.stream:
+    if body.offered_tools and (body.logprobs or body.n_probs) and body.stream:
         raise ApiError(400, "Field 'logprobs': not supported by this server together with tools in a stream")
 
 
@@ -107,7 +107,7 @@ def chat_probs(body: ChatBody) -> int | None:
         return _TOP_LOGPROBS if body.top_logprobs is None else body.top_logprobs
     if body.top_logprobs:
         raise ApiError(400, "Field 'top_logprobs': it needs 'logprobs' to be true")
-    return None
+    return body.n_probs or None
 
 
 def _seed(seed: int) -> int | None:

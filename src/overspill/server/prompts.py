@@ -36,7 +36,7 @@ def chat_segments(tokenizer: Tokenizer, template: ChatTemplate, body: ChatBody) 
         variables.setdefault("enable_thinking", False)
     elif body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
-    begun = [Segment(_begun(body), is_markup=False)] if body.continue_final_message else []
+    begun = [Segment(begun_text(body), is_markup=False)] if body.continue_final_message else []
     segments = template.render_marked(
         body.messages[: len(body.messages) - len(begun)],
         special_texts=tokenizer.special_texts,
@@ -47,7 +47,7 @@ def chat_segments(tokenizer: Tokenizer, template: ChatTemplate, body: ChatBody) 
     return [*segments, *begun]
 
 
-def _begun(body: ChatBody) -> str:
+def begun_text(body: ChatBody) -> str:
     """The beginning of the answer: the text of the last message."""
     last = body.messages[-1]
     content = last.get("content")

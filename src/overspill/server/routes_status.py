@@ -88,15 +88,16 @@ async def props(host: HostOf, settings: SettingsOf) -> Response:
 async def slots(host: HostOf, fail_on_no_slot: bool = False) -> Response:
     """What each slot is doing."""
     states, n_ctx = host.llm.status.slots, host.llm.sizes.n_cells
-    if fail_on_no_slot and all(state.request_id is not None for state in states):
+    if fail_on_no_slot and all(state.is_busy for state in states):
         raise ApiError(503, "no slot available")
     return Json([_slot(state, n_ctx) for state in states])
 
 
 @router.get("/metrics")
-async def metrics(metrics: MetricsOf) -> Response:
+async def metrics(host: HostOf, metrics: MetricsOf) -> Response:
     """For Prometheus."""
-    return Response(await metrics.scrape(), headers={"Content-Type": _METRICS_TYPE})
+    started = {"Process-Start-Time-Unix": str(host.created)}
+    return Response(await metrics.scrape(), headers={"Content-Type": _METRICS_TYPE, **started})
 
 
 def _slot(state: SlotState, n_ctx: int) -> dict[str, Any]:
@@ -104,16 +105,23 @@ def _slot(state: SlotState, n_ctx: int) -> dict[str, Any]:
         "id": state.slot,
         "n_ctx": n_ctx,
         "speculative": False,
-        "is_processing": state.request_id is not None,
+        "is_processing": state.is_busy,
     }
-    if state.request_id is None:
+    if state.request_id is None or state.params is None:
         return slot
+    most = state.params.max_tokens
+    following = {
+        "has_next_token": state.is_busy,
+        "n_remain": -1 if most < 0 else most - state.n_generated,
+        "n_decoded": state.n_generated,
+    }
     return slot | {
         "id_task": int(state.request_id.removeprefix("r")),
         "n_prompt_tokens": state.n_prompt,
         "n_prompt_tokens_processed": state.n_done - state.n_cached,
         "n_prompt_tokens_cache": state.n_cached,
-        "next_token": [{"has_next_token": True, "n_decoded": state.n_generated}],
+        "params": settings_dict(state.params),
+        "next_token": [following],
     }
 
 

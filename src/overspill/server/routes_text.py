@@ -86,7 +86,7 @@ async def text_completion(
     body: Annotated[TextBody, Depends(body_of(TextBody))],
 ) -> Response:
     """Continue prompts, in OpenAI's format."""
-    job = await asyncio.to_thread(prompt_job, host, body, body.prompt, body.logprobs)
+    job = await asyncio.to_thread(prompt_job, host, body, body.prompt, body.listed)
     return await answer(request, host, settings, body, job, TextFormat(body, job, host.llm.tokenizer, host.name))
 
 
