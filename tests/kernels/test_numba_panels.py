@@ -8,7 +8,7 @@ import torch
 from overspill import LLM
 from overspill.bench.synth import synthetic
 from overspill.gguf.types import TensorType
-from overspill.kernels.numba import experts, has_kernel, matmul
+from overspill.kernels.numba import HAS_BYTE_PRODUCTS, experts, has_kernel, matmul
 from overspill.kernels.numba.interleave import interleave
 from overspill.quant.dequant import dequantize
 from overspill.quant.experts import Activation
@@ -17,6 +17,7 @@ from overspill.quant.qtensor import QTensor
 from tests.helpers.plain import plain_logits, plain_model
 from tests.kernels.weights import random_weight
 
+needs_byte_products = pytest.mark.skipif(not HAS_BYTE_PRODUCTS, reason="only CPUs that multiply bytes read panels")
 TYPES = [t for t in TensorType if has_kernel(t) and takes_panels(t, (PANEL_ROWS, 256))]
 
 
@@ -51,6 +52,7 @@ def test_rows_that_are_not_whole_panels_are_not_in_one_place() -> None:
         found.rows(8, 24)
 
 
+@needs_byte_products
 @pytest.mark.parametrize("type", TYPES, ids=lambda t: t.name)
 @pytest.mark.parametrize("n_tokens", [1, 2, 5, 40])
 def test_products_have_the_same_bits(type: TensorType, n_tokens: int) -> None:
@@ -59,6 +61,7 @@ def test_products_have_the_same_bits(type: TensorType, n_tokens: int) -> None:
     assert torch.equal(matmul(x, panels(source)), matmul(x, source))
 
 
+@needs_byte_products
 @pytest.mark.parametrize("type", TYPES, ids=lambda t: t.name)
 @pytest.mark.parametrize("n_tokens", [1, 3, 40])
 def test_experts_have_the_same_bits(type: TensorType, n_tokens: int) -> None:
