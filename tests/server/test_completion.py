@@ -203,8 +203,11 @@ def test_status_pages(served: Served) -> None:
     assert props["default_generation_settings"]["n_ctx"] == N_CTX
     assert props["default_generation_settings"]["params"]["temperature"] == 0.8
     assert props["eos_token"] == "<|im_end|>"
+    assert (props["ui"], props["cors_proxy_enabled"], props["is_sleeping"]) == (True, False, False)
     assert [slot["id"] for slot in served.client.get("/slots").json()] == [0, 1]
     model = served.client.get("/v1/models").json()["data"][0]
+    (described,) = served.client.get("/models").json()["models"]
+    assert (described["name"], described["details"]["family"], described["size"]) == ("tiny", "qwen3moe", "")
     assert (model["id"], model["meta"]["n_vocab"], model["meta"]["n_params"]) == ("tiny", 512, 559936)
     assert served.client.get("/nowhere").json()["error"] == {
         "code": 404,

@@ -19,17 +19,20 @@ from overspill.server.strict_json import read_object
 B = TypeVar("B", bound=BaseModel)
 
 
-def host_of(request: Request) -> Host:
+# Not plain functions: those would be called on threads of a pool, one after the other, for each request.
+
+
+async def host_of(request: Request) -> Host:
     host: Host = request.app.state.host
     return host
 
 
-def settings_of(request: Request) -> ServerSettings:
+async def settings_of(request: Request) -> ServerSettings:
     settings: ServerSettings = request.app.state.settings
     return settings
 
 
-def metrics_of(request: Request) -> Metrics:
+async def metrics_of(request: Request) -> Metrics:
     metrics: Metrics = request.app.state.metrics
     return metrics
 
@@ -38,7 +41,7 @@ def body_of(kind: type[B]) -> Callable[[Request], Awaitable[B]]:
     """A dependency that reads the body, whatever content type the client named."""
 
     async def read(request: Request) -> B:
-        settings = settings_of(request)
+        settings = await settings_of(request)
         values = await read_object(request, settings.max_body_bytes)
         return parse_body(kind, with_defaults(kind, values, settings.defaults))
 

@@ -55,8 +55,14 @@ async def models(host: HostOf) -> Response:
         "owned_by": "overspill",
         "meta": meta,
     }
-    details = {"format": "gguf", "family": llm.hparams.arch, "families": [llm.hparams.arch]}
-    model = {"name": host.name, "model": host.name, "type": "model", "capabilities": ["completion"], "details": details}
+    unknown = dict.fromkeys(("modified_at", "size", "digest", "description", "parameters"), "")
+    details = dict.fromkeys(("parent_model", "parameter_size", "quantization_level"), "") | {
+        "format": "gguf",
+        "family": llm.hparams.arch,
+        "families": [llm.hparams.arch],
+    }
+    model = {"name": host.name, "model": host.name, "type": "model", "tags": [""], **unknown, "details": details}
+    model["capabilities"] = ["completion"]
     return Json({"object": "list", "data": [entry], "models": [model]})
 
 
@@ -80,6 +86,9 @@ async def props(host: HostOf, settings: SettingsOf) -> Response:
             "eos_token": _text_of(llm, llm.tokenizer.eos_id),
             "build_info": "overspill",
             "is_sleeping": False,
+            "ui": settings.has_page,
+            "ui_settings": {},
+            "cors_proxy_enabled": False,
         }
     )
 
