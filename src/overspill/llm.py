@@ -321,6 +321,7 @@ class LLM:
                 "host_waits": sum(d.counters.n_host_waits for d in devices.all),
                 "experts": self._tally and self._tally.read_host().as_dict(run.n_spread_tokens),
                 "busy": {d.name: d.counters.busy_us[Lane.COMPUTE] / wall_us for d in computing},
+                "upload_gbps": {d.name: d.counters.uploaded_bytes / wall_us / 1e3 for d in computing},
                 "peak_bytes": {d.name: d.peak_bytes for d in computing},
             }
 

@@ -34,6 +34,7 @@ def test_bench_of_three_schedules(capsys: Capture) -> None:
         assert record["device_allocations"] == record["device_syncs"] == 0
         is_prompt, is_shared = record["n_gen"] == 0, record["schedule"] == "breadth-first"
         assert record["uploaded_bytes"] == HOST_EXPERT_BYTES * ((1 if is_shared else 2) if is_prompt else 3)
+        assert sum(record["upload_gbps"].values()) * record["samples_ns"][-1] >= record["uploaded_bytes"]
         assert (record["model_n_params"], record["n_gpu_layers"], record["n_cpu_moe"]) == (559936, 4, 4)
 
 

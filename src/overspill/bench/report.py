@@ -32,6 +32,7 @@ def as_record(result: Result) -> dict[str, Any]:
         "uploaded_bytes": counters["uploaded_bytes"],
         "experts": counters["experts"],
         "busy": counters["busy"],
+        "upload_gbps": counters["upload_gbps"],
         "predicted_ts": result.predicted_ts,
         "device_allocations": counters["device_allocations_after_warmup"],
         "device_syncs": counters["device_syncs_after_warmup"],
