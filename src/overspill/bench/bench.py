@@ -173,15 +173,10 @@ def _generate(llm: LLM, ids: Sequence[int], *, first_pos: int) -> None:
 
 
 def _predict(llm: LLM, test: Test) -> float:
-    plan, n_us = llm.plan, 0.0
-    if test.n_prompt:
-        n_wave = llm.sizes.n_ubatches * llm.sizes.n_ubatch
-        for first in range(0, test.n_prompt, n_wave):
-            n = min(n_wave, test.n_prompt - first)
-            n_us += plan.predict(WaveShape.of_prompt(n, llm.sizes.n_ubatch, test.n_depth + first)).wave_us
+    n_us = llm.plan.prompt_us(test.n_prompt, test.n_depth)
     if test.n_gen:
         middle = test.n_depth + test.n_prompt + test.n_gen // 2
-        n_us += test.n_gen * plan.predict(WaveShape.of_step(1, middle)).wave_us
+        n_us += test.n_gen * llm.plan.predict(WaveShape.of_step(1, middle)).wave_us
     return 1e6 * test.n_tokens / n_us
 
 

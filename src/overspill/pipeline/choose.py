@@ -1,7 +1,9 @@
 """The plan: placement and schedule together, chosen by simulating the candidates.
 
 Candidates are (schedule, grain, n_ubatch) as far as the user left them open; each is placed, then a reference prompt
-is simulated with the machine's measured rates, and the fastest wins. A user's flag is never overruled. The plan also
+is simulated with the machine's measured rates, and a long one too for those at least half as fast as the fastest. The
+highest product of the two rates wins: on few ubatches, uploads hide that small ones keep the host busy, on many they do
+not. A user's flag is never overruled. The plan also
 answers, per wave, whether host experts go up or are computed on the CPU: whichever the simulation finds quicker for
 that many tokens.
 """
@@ -30,9 +32,10 @@ from overspill.placement.plan import GIB, Placement, place
 from overspill.placement.rates import PartyRates
 from overspill.placement.shape import ModelShape
 
-REFERENCE_PROMPT = 4096
+REFERENCE_PROMPT, LONG_PROMPT = 4096, 16384
 DEFAULT_IN_FLIGHT = 256
 _MAX_WAVE = 32768
+_WORTH_A_LOOK = 0.5
 _MIN_IDS_PER_EXPERT = 16
 _FEWEST_BESIDE, _WORTH = 16, 1.5
 _WITH_CACHE = ("auto", "spread")
@@ -165,6 +168,13 @@ class Plan:
         schedule = self.step_schedule(n_tokens) if wave.is_step else self.schedule_for(n_tokens)
         return self._predict(replace(wave, is_step=wave.is_step and self.takes_steps), schedule)
 
+    def prompt_us(self, n_tokens: int, first_pos: int = 0) -> float:
+        """What a prompt is predicted to take, in as many waves as it needs."""
+        n_ubatch = self.placement.n_ubatch
+        n_wave = -(-self.placement.n_wave // n_ubatch) * n_ubatch
+        pieces = [(i, min(n_wave, n_tokens - i)) for i in range(0, n_tokens, n_wave)]
+        return sum(self.predict(WaveShape.of_prompt(n, n_ubatch, first_pos + i)).wave_us for i, n in pieces)
+
     def _predict(self, wave: WaveShape, schedule: WaveSchedule) -> Prediction:
         return predict(self.shape, self.machine, self.layout, wave, schedule)
 
@@ -183,20 +193,29 @@ def choose(shape: ModelShape, machine: Machine, options: Options, needs: Needs =
 
     Raises `UserError` when none does, with the reason of the last one tried.
     """
-    best: Plan | None = None
+    plans: list[Plan] = []
     refusal: UserError | None = None
     for order, grain, n_ubatch in _candidates(shape, machine, options):
         try:
             plan = _plan(shape, machine, options, order=order, grain=grain, n_ubatch=n_ubatch, needs=needs(n_ubatch))
         except UserError as error:
             refusal = error
-            continue
-        if best is None or _rate(plan) > _rate(best):
-            best = plan
-    if best is None:
+        else:
+            plans.append(plan)
+    if not plans:
         assert refusal is not None
         raise refusal
-    return best
+    return _fastest(plans)
+
+
+def _fastest(plans: Sequence[Plan]) -> Plan:
+    """On the reference prompt and a long one, as far as the context has room for one."""
+    best = max(plans, key=_rate)
+    n_long = min(LONG_PROMPT, *(plan.placement.n_ctx for plan in plans))
+    alike = [plan for plan in plans if _rate(plan) >= _WORTH_A_LOOK * _rate(best)]
+    if len(alike) == 1 or n_long <= REFERENCE_PROMPT:
+        return best
+    return max(alike, key=lambda plan: _rate(plan) / plan.prompt_us(n_long))
 
 
 def _rate(plan: Plan) -> float:
