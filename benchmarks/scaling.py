@@ -146,12 +146,16 @@ def _cells(row: Row) -> list[str]:
         str(row["grain"]),
         Test(row["n_prompt"], row["n_gen"], row["n_depth"]).name,
         str(row["n_devices"]),
-        f"{row['avg_ts']:.1f} ± {row['stddev_ts']:.1f}",
-        f"{row['predicted_ts']:.1f}",
+        f"{_rate(row['avg_ts'])} ± {_rate(row['stddev_ts'])}",
+        _rate(row["predicted_ts"]),
         f"{min(busy):.0%} to {max(busy):.0%}",
         f"{min(up):.3g} to {max(up):.3g}",
         "-" if row["efficiency"] is None else f"{row['efficiency']:.2f}",
     ]
+
+
+def _rate(per_second: float) -> str:
+    return f"{per_second:.0f}" if per_second >= 1000 else f"{per_second:.2f}"
 
 
 def _n_gpus() -> int:
