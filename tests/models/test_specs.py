@@ -244,6 +244,13 @@ def test_gemma_layers() -> None:
     assert hp.softcap == 0.0
 
 
+@pytest.mark.parametrize("window", [None, 0])
+def test_gemma_without_windows_rotates_all_layers_alike(window: int | None) -> None:
+    hp = hparams(original("gemma3").with_keys({"gemma3.attention.sliding_window": window}))
+    assert {hp.window(i) for i in range(8)} == {None}
+    assert {hp.rope_of(i) for i in range(8)} == {hp.rope}
+
+
 def test_softcap_squeezes_logits() -> None:
     source = original("gemma3")
     capped = source.with_keys({"gemma3.final_logit_softcapping": 5.0})
@@ -280,7 +287,6 @@ DEFECTS: list[tuple[str, Callable[[Edited], Edited], str]] = [
     ("deepseek_v3", lambda s: s.without(["blk.1.attn_k_b.weight"]), r"tensor blk\.1\.attn_k_b\.weight is missing"),
     ("llama4", lambda s: s.with_keys({"llama4.expert_used_count": 2}), r"llama4\.expert_used_count is 2: only 1"),
     ("llama4", lambda s: s.with_keys({"llama4.interleave_moe_layer_step": 0}), r"interleave_moe_layer_step is 0"),
-    ("gemma3", lambda s: s.with_keys({"gemma3.attention.sliding_window": None}), r"sliding_window is missing"),
     ("olmoe", lambda s: s.without(["output.weight"]), r"tensor output\.weight is missing"),
 ]
 

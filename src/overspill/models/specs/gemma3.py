@@ -22,10 +22,11 @@ class GemmaHParams(SlidingHParams):
 
 
 def read_hparams(keys: Keys) -> GemmaHParams:
-    """Layers with a window rotate with a base of their own and without context extension."""
+    """Layers with a window rotate with a base of their own and without context extension. Some models have none."""
     hp = base.read_hparams(keys)
     a = keys.scoped(hp.arch)
-    n_window, is_windowed = read_windows(a, hp.n_layer, period=6)
+    has_windows = a.u32("attention.sliding_window", default=0) > 0
+    n_window, is_windowed = read_windows(a, hp.n_layer, period=6) if has_windows else (1, (False,) * hp.n_layer)
     scaled_dim = hp.n_embd // hp.n_head if hp.n_layer == _N_LAYER_27B else hp.head_dim
     return GemmaHParams(
         **vars(hp),
