@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
+import torch
 
 from overspill.errors import UserError
 from overspill.gguf.keys import Keys
@@ -34,20 +37,45 @@ def test_yarn(rope: RopeParams, expected: list[float]) -> None:
     assert found == pytest.approx(expected, rel=2e-6)
 
 
-def keys(**more: float) -> Keys:
-    scaling = {f"x.rope.scaling.{name}": value for name, value in more.items()}
-    given = {"general.architecture": "x", "x.context_length": 4096, "x.rope.scaling.type": "yarn", **scaling}
-    return Keys.of(given, "made up").scoped("x")
+def keys(more: Mapping[str, float | int | str]) -> Keys:
+    given = {"general.architecture": "x", "x.context_length": 4096, "x.rope.scaling.type": "yarn"}
+    return Keys.of({**given, **{f"x.rope.{name}": value for name, value in more.items()}}, "made up").scoped("x")
 
 
 def test_the_file_says_which_channels_are_stretched() -> None:
-    rope = RopeParams.from_keys(keys(yarn_beta_fast=1.0), 64)
+    rope = RopeParams.from_keys(keys({"scaling.yarn_beta_fast": 1.0}), 64)
     assert (rope.beta_fast, rope.beta_slow) == (1.0, 1.0)
-    rope = RopeParams.from_keys(keys(yarn_beta_slow=0.5), 64)
+    rope = RopeParams.from_keys(keys({"scaling.yarn_beta_slow": 0.5}), 64)
     assert (rope.beta_fast, rope.beta_slow) == (32.0, 0.5)
 
 
-@pytest.mark.parametrize("beta", [0.0, -1.0, float("inf")])
-def test_a_bound_that_is_none(beta: float) -> None:
-    with pytest.raises(UserError, match=r"x\.rope\.scaling\.yarn_beta_fast is \S+: must be above 0"):
-        RopeParams.from_keys(keys(yarn_beta_fast=beta), 64)
+def test_a_factor_without_scaling_does_nothing() -> None:
+    rope = RopeParams.from_keys(keys({"scaling.type": "none", "scaling.factor": 4.0}), 64)
+    assert torch.equal(frequencies(rope), frequencies(replace(rope, scaling="linear", factor=1.0)))
+    assert rope.magnitude == 1.0
+
+
+@pytest.mark.parametrize("name", ["scaling.factor", "scale_linear"])
+def test_linear_scaling_divides_all_angles(name: str) -> None:
+    rope = RopeParams.from_keys(keys({"scaling.type": "linear", name: 4.0}), 64)
+    torch.testing.assert_close(frequencies(rope) * 4, frequencies(replace(rope, factor=1.0)))
+    assert rope.magnitude == 1.0
+
+
+DEFECTS: list[tuple[str, float | int | str, str]] = [
+    ("scaling.type", "longrope", "is longrope: only none, linear and yarn are supported"),
+    ("scaling.factor", -2.0, "is -2: must not be below 0"),
+    ("scaling.original_context_length", 0, "is 0: yarn needs at least 1"),
+    ("scaling.yarn_beta_fast", 0.0, "is 0: must be above 0"),
+    ("scaling.yarn_beta_slow", -1.0, "is -1: must be above 0"),
+    ("dimension_count", 33, "is 33: must be even, above 0 and at most the head size, 64"),
+    ("dimension_count", 66, "is 66: must be even, above 0 and at most the head size, 64"),
+    ("freq_base", 1.0, "is 1: must be above 1"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), DEFECTS)
+def test_defects_are_named(name: str, value: float | int | str, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(f"x.rope.{name} {message}")) as error:
+        RopeParams.from_keys(keys({name: value}), 64)
+    assert "\n" not in str(error.value)
