@@ -154,7 +154,9 @@ def test_what_would_change_the_text_is_refused(name: str) -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["v.blk.0.attn_q.weight", "mm.0.bias", "blk.0.attn_q.input_scale"])
+@pytest.mark.parametrize(
+    "name", ["v.blk.0.attn_q.weight", "mm.0.bias", "blk.0.attn_q.input_scale", "blk.1.exp_probs_b_vl.bias"]
+)
 def test_what_text_does_not_need_is_not_loaded(name: str) -> None:
     source = original("qwen3moe")
     assert torch.equal(logits(source.with_array(name, np.ones(1, np.float32))), logits(source))

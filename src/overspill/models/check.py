@@ -21,8 +21,8 @@ from overspill.text.tokenizer import Tokenizer
 
 _NEVER_STORED = (TensorType.Q8_1, TensorType.Q8_K)
 _OF_IMAGES = ("v.", "mm.")
-# Scales of inputs, and the joint matrix of a latent beside its two halves.
-_WITHOUT_EFFECT = (".input_scale", ".attn_kv_b.weight")
+# Scales of inputs, the joint matrix of a latent beside its two halves, what chooses experts for parts of images.
+_WITHOUT_EFFECT = (".input_scale", ".attn_kv_b.weight", ".exp_probs_b_vl.bias")
 _log = logging.getLogger(__name__)
 
 
