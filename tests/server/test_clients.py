@@ -22,6 +22,7 @@ from tests.server.served import (
     GREEDY,
     MANY,
     MODEL,
+    PATIENCE_S,
     Served,
     event_data,
     held,
@@ -174,7 +175,7 @@ def test_loading() -> None:
     may_load = threading.Event()
 
     def slow(progress: Any) -> LLM:
-        assert may_load.wait(30)
+        assert may_load.wait(PATIENCE_S)
         return open_model()
 
     with serving(open_llm=slow, is_awaited=False) as served:
@@ -246,15 +247,15 @@ def test_sigterm_in_mid_generation() -> None:
         try:
             assert process.stderr is not None
             url = process.stderr.readline().rsplit(" ", 1)[1].strip()
-            with httpx.Client(base_url=url, timeout=60) as client:
-                wait_until(lambda: client.get("/health").status_code == 200, 60)
+            with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
+                wait_until(lambda: client.get("/health").status_code == 200)
                 with client.stream("POST", "/completion", json={"prompt": "a", **LONG}) as response:
                     lines = (line for line in response.iter_lines() if line.startswith("data: "))
                     next(lines)
                     process.send_signal(signal.SIGTERM)
                     rest = [strict(line.removeprefix("data: ")) for line in lines]
             assert rest[-1]["error"]["type"] == "unavailable_error"
-            assert process.wait(20) == 0
+            assert process.wait(PATIENCE_S) == 0
             assert process.stderr.read() == ""
         finally:
             process.kill()

@@ -19,7 +19,7 @@ import pytest
 from overspill.device.virtual import VirtualBackend
 from overspill.llm import LLM
 from overspill.server.host import DeviceLost
-from tests.server.served import GREEDY, MODEL, Served, serving, wait_until
+from tests.server.served import GREEDY, MODEL, PATIENCE_S, Served, serving, wait_until
 
 USER = {"role": "user", "content": "a"}
 
@@ -35,7 +35,7 @@ class Flaky:
         self._opened: list[LLM] = []
 
     def __call__(self, _: Any = None) -> LLM:
-        assert self.may_load.wait(30)
+        assert self.may_load.wait(PATIENCE_S)
         self.n_opened += 1
         llm = LLM(MODEL, devices="virtual:2", threads=1, n_ctx=512, n_parallel=2, n_ubatch=16, n_wave=32)
         self._opened.append(llm)
@@ -185,10 +185,10 @@ def test_the_process_ends_with_1_and_one_line() -> None:
         try:
             assert process.stderr is not None
             url = process.stderr.readline().rsplit(" ", 1)[1].strip()
-            with httpx.Client(base_url=url, timeout=60) as client:
-                wait_until(lambda: client.get("/health").status_code == 200, 60)
+            with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
+                wait_until(lambda: client.get("/health").status_code == 200)
                 assert client.post("/completion", json={"prompt": "a"}).status_code == 500
-            assert process.wait(20) == 1
+            assert process.wait(PATIENCE_S) == 1
             last = process.stderr.read().splitlines()[-1]
             assert last.startswith("overspill: the device failed: RuntimeError: it is gone, before anything was served")
         finally:

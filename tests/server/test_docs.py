@@ -33,7 +33,7 @@ def test_commands(served: Served, tmp_path: Path, command: str, after: tuple[str
     installed.write_text(f'#!/bin/sh\nexec {sys.executable} -m overspill.cli "$@"\n')
     installed.chmod(0o755)
     script = f"set -euo pipefail; PATH={tmp_path}:$PATH\n" + command.replace(URL, served.url)
-    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
     if after[0] == "json":

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from overspill.llm import LLM
-from tests.server.served import MODEL, Served, serving, wait_until
+from tests.server.served import MODEL, PATIENCE_S, Served, serving, wait_until
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
 USER = {"role": "user", "content": "hi"}
@@ -40,7 +40,7 @@ def test_200_clients_on_4_slots(four: Served) -> None:
     ask = {"temperature": 0, "n_predict": 8}
     alone = {p: four.ask("/completion", prompt=p, cache_prompt=False, **ask)["content"] for p in set(prompts)}
     limits = httpx.Limits(max_connections=200)
-    with httpx.Client(base_url=four.url, timeout=120, limits=limits) as client, ThreadPoolExecutor(200) as pool:
+    with httpx.Client(base_url=four.url, timeout=PATIENCE_S, limits=limits) as client, ThreadPoolExecutor(200) as pool:
 
         def one(prompt: str) -> str:
             response = client.post("/completion", json={"prompt": prompt, "cache_prompt": False, **ask})
@@ -165,7 +165,7 @@ def soak(served: Served, n_requests: int) -> Counter[int]:
 
     def one(seed: int) -> int:
         rng = random.Random(seed)
-        with httpx.Client(base_url=served.url, timeout=120, limits=limits) as client:
+        with httpx.Client(base_url=served.url, timeout=PATIENCE_S, limits=limits) as client:
             return rng.choice(KINDS)(client, rng)
 
     with ThreadPoolExecutor(12) as pool:
