@@ -123,7 +123,7 @@ def test_a_terminal_has_a_prompt_and_an_interrupt_there_ends_nothing() -> None:
         os.close(ours)
 
 
-@pytest.mark.parametrize("n_interrupts", [1, 30])
+@pytest.mark.parametrize("n_interrupts", [1, 1000])
 def test_interrupts_stop_the_answer_and_not_the_program(n_interrupts: int) -> None:
     with start("-n", "-1", *OPTIONS, "-c", "8192", "--repeat-penalty", "1.3", "--ignore-eos") as process:
         assert process.stdin is not None
@@ -134,7 +134,7 @@ def test_interrupts_stop_the_answer_and_not_the_program(n_interrupts: int) -> No
         assert process.stdout.read(1)  # the answer has begun
         for _ in range(n_interrupts):
             process.send_signal(signal.SIGINT)
-            time.sleep(0.003)
+            time.sleep(0.0003)
         told = next(line for line in process.stderr if line.startswith("("))
         assert told == "(stopped)\n"
         process.stdin.write("/exit\n")
