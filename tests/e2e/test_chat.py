@@ -134,7 +134,7 @@ def test_interrupts_stop_the_answer_and_not_the_program(n_interrupts: int) -> No
         assert process.stdout.read(1)  # the answer has begun
         for _ in range(n_interrupts):
             process.send_signal(signal.SIGINT)
-            time.sleep(0.0003)
+            time.sleep(0.0003)  # signals that come at once are one
         told = next(line for line in process.stderr if line.startswith("("))
         assert told == "(stopped)\n"
         process.stdin.write("/exit\n")

@@ -6,8 +6,10 @@ else's memory.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
 from weakref import WeakSet
 
 from overspill.kernels.numba.workspace import Memory
@@ -15,30 +17,37 @@ from overspill.kernels.numba.workspace import Memory
 GUARD = bytes(range(1, 129))
 
 
+class GuardedMemory(Memory):
+    """Looked at when it goes, and when `guarded` ends."""
+
+    def __init__(self, n_bytes: int) -> None:
+        super().__init__(n_bytes + len(GUARD))
+        self.n_bytes = n_bytes
+        self._bytes[n_bytes:] = GUARD
+        _LIVE.add(self)
+
+    def look(self) -> None:
+        if bytes(self._bytes[self.n_bytes :]) != GUARD:
+            _BROKEN.append(f"something was written past the end of {self.n_bytes} bytes")
+            self._bytes[self.n_bytes :] = GUARD
+
+    __del__ = look
+
+
+_LIVE = WeakSet[GuardedMemory]()
+_BROKEN: list[str] = []
+
+
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Every `Memory` made inside has a guard, looked at when the memory goes and at the end."""
-    make, pieces, broken = Memory.__init__, WeakSet[Memory](), list[str]()
-
-    def look(piece: Memory) -> None:
-        end = piece.n_bytes
-        if getattr(piece, "has_guard", False) and bytes(piece._bytes[end:]) != GUARD:
-            broken.append(f"something was written past the end of {end} bytes")
-            piece._bytes[end:] = GUARD
-
-    def make_guarded(piece: Memory, n_bytes: int) -> None:
-        make(piece, n_bytes + len(GUARD))
-        piece.n_bytes, piece.has_guard = n_bytes, True  # type: ignore[attr-defined]
-        piece._bytes[n_bytes:] = GUARD
-        pieces.add(piece)
-
-    Memory.__init__ = make_guarded  # type: ignore[method-assign]
-    Memory.__del__ = look  # type: ignore[attr-defined]
-    try:
+    """All memory of kernels that is made inside has a guard."""
+    makers = [module for module in list(sys.modules.values()) if vars(module).get("Memory") is Memory]
+    with ExitStack() as patches:
+        for module in makers:
+            if module.__name__.startswith("overspill."):
+                patches.enter_context(patch.object(module, "Memory", GuardedMemory))
         yield
-        for piece in list(pieces):
-            look(piece)
-    finally:
-        Memory.__init__ = make  # type: ignore[method-assign]
-        del Memory.__del__  # type: ignore[attr-defined]
+    for piece in list(_LIVE):
+        piece.look()
+    broken = [_BROKEN.pop() for _ in range(len(_BROKEN))]
     assert not broken, broken[0]

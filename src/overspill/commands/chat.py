@@ -15,7 +15,7 @@ from typing import Any
 
 from overspill.commands.answering import answer
 from overspill.commands.files import open_for_text
-from overspill.commands.sampling import Sampling, fields_of_model
+from overspill.commands.sampling import Sampling, with_fields_of_model
 from overspill.commands.screen import loading_bar, on_interrupt
 from overspill.engine.constraint import Constraint
 from overspill.engine.request import Timings
@@ -37,7 +37,7 @@ def run_chat(
     if "trace" in options:
         raise UserError("--trace: a conversation's trace would have no end; give a prompt with -p or -f")
     source = open_for_text(model)
-    sampling = Sampling.of({**fields_of_model(source.keys), **fields})
+    sampling = Sampling.of(with_fields_of_model(fields, source.keys))
     template = ChatTemplate.from_keys(source.keys)
     with loading_bar() as progress:
         llm = LLM(source, progress=progress, **options)

@@ -11,7 +11,7 @@ from typing import Any
 
 from overspill.commands.answering import Answered, answer
 from overspill.commands.files import check_writable, open_for_text
-from overspill.commands.sampling import Sampling, fields_of_model
+from overspill.commands.sampling import Sampling, with_fields_of_model
 from overspill.commands.screen import loading_bar
 from overspill.llm import LLM
 from overspill.pipeline.trace import write_trace
@@ -35,7 +35,7 @@ def run_prompt(
     fields: of a request, from the flags.
     """
     source = open_for_text(model)
-    sampling = Sampling.of({**fields_of_model(source.keys), **fields})
+    sampling = Sampling.of(with_fields_of_model(fields, source.keys))
     template = ChatTemplate.from_keys(source.keys) if is_chat else None
     if "trace" in options:
         check_writable("--trace", Path(options["trace"]))

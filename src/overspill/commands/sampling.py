@@ -33,8 +33,13 @@ _COUNTS_OF_MODELS = {"top_k": "top_k", "repeat_last_n": "penalty_last_n", "miros
 _ALL_THERE_ARE = 2**31 - 1
 
 
+def with_fields_of_model(fields: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
+    """Fields of a request, from flags, completed by what a file's `general.sampling` keys say, as in llama.cpp."""
+    return fields_of_model(keys) | dict(fields)
+
+
 def fields_of_model(keys: Keys) -> dict[str, Any]:
-    """What a file's `general.sampling` keys say, as fields of a request; they yield to flags, as in llama.cpp."""
+    """What a file's `general.sampling` keys say, as fields of a request."""
     said = keys.scoped("general.sampling")
     fields: dict[str, Any] = {field: said.f32(key, None) for field, key in _NUMBERS_OF_MODELS.items()}
     counts = {field: said.f32(key, None) for field, key in _COUNTS_OF_MODELS.items()}

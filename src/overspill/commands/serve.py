@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from overspill.commands.files import open_for_text
-from overspill.commands.sampling import fields_of_model
+from overspill.commands.sampling import with_fields_of_model
 from overspill.commands.screen import loading_bar
 from overspill.errors import UserError
 from overspill.llm import LLM, Progress
@@ -56,7 +56,7 @@ def serve_model(model: Path, settings: ServerSettings, options: Mapping[str, Any
     options_from(options)
     check_defaults(settings.defaults)
     source = open_for_text(model)
-    settings = replace(settings, defaults={**fields_of_model(source.keys), **settings.defaults})
+    settings = replace(settings, defaults=with_fields_of_model(settings.defaults, source.keys))
     check_defaults(settings.defaults)
 
     def open_model(progress: Progress) -> LLM:

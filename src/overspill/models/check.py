@@ -54,7 +54,7 @@ def _keys_of(source: ModelSource) -> Keys:
     keys = source.keys
     name = f"{keys.arch}.nextn_predict_layers"
     n_block, n = keys.u32(f"{keys.arch}.block_count", default=0), keys.u32(name, default=0)
-    last = [tensor for tensor in source.tensors if n_block - n <= _number(tensor) < n_block]
+    last = [tensor for tensor in source.tensors if _layer_of(tensor) in range(n_block - n, n_block)]
     if not last or n >= n_block or any(_is_of_prediction(tensor) for tensor in last):
         return keys
     _log.warning("%s is %d, but the file has no prediction layers: all %d layers are run", name, n, n_block)
@@ -135,12 +135,6 @@ def _refuse_others(names: Set[str], layers: Set[int | None]) -> None:
 
 def _layer_of(name: str) -> int | None:
     return role_of(name)[1]
-
-
-def _number(name: str) -> int:
-    """The layer's, -1 outside the layers."""
-    layer = _layer_of(name)
-    return -1 if layer is None else layer
 
 
 def _is_of_prediction(name: str) -> bool:
