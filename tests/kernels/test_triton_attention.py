@@ -16,7 +16,7 @@ from overspill.kernels.triton import make_ops
 from overspill.kernels.triton.attend import CANDIDATES, Attend, Candidate, past_pieces
 from overspill.kernels.triton.chooser import AttentionChooser, Heads, size_class
 from overspill.kernels.triton.flash import Partial, flash, flash_partial
-from overspill.kernels.triton.merge import merge_into
+from overspill.kernels.triton.merge import merged
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -72,7 +72,7 @@ def test_parts_merge_to_the_whole() -> None:
     q, k, v = qkv(20, 100, 4, 2, 16, 16)
     whole = flash_partial(q, k[:, 70:], v[:, 70:], scale=0.5)
     for cells in (slice(0, 64), slice(64, 70)):
-        merge_into(whole, full(q, k[:, cells], v[:, cells], scale=0.5))
+        whole = merged(whole, full(q, k[:, cells], v[:, cells], scale=0.5))
     assert_near(whole.out.flatten(1), ref.attention(q, k, v, scale=0.5))
     rows = torch.einsum("tha,hca->htc", q, k.repeat_interleave(2, 0)) * 0.5
     rows = rows.masked_fill(~ref.visible(20, 100, None, DEVICE), float("-inf"))

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from overspill.kernels.triton.flash import Partial, flash, flash_partial
-from overspill.kernels.triton.merge import merge_into
+from overspill.kernels.triton.merge import merged
 
 _UNIT_CELLS = 1024
 _UNIT_QUERIES = 512
@@ -50,7 +50,7 @@ def attend_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: fl
     else:
         whole = _cudnn(q, k[:, own], v[:, own], is_causal=True, scale=scale)
     for piece in past_pieces(C - T - n_rest):
-        merge_into(whole, _cudnn(q, k[:, piece], v[:, piece], is_causal=False, scale=scale))
+        whole = merged(whole, _cudnn(q, k[:, piece], v[:, piece], is_causal=False, scale=scale))
     return whole.out.flatten(1)
 
 

@@ -1,10 +1,13 @@
 """Joining attention over two disjoint sets of cells.
 
-Each part comes with the log of its sum of exponentials; the whole is their average, weighted by those sums.
+Each part comes with the log of its sum of exponentials; the whole is their average, weighted by those sums. Outputs
+are averaged in place, since each number is read and written by one thread. A token's logs are read by all warps, so
+the sum of both goes elsewhere: one warp would write it before the others have read.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -16,7 +19,7 @@ _TOKENS = 16
 
 @triton.jit(do_not_specialize=["n_tokens"])
 def _merge(
-    a, b, a_lse, b_lse, n_tokens,
+    a, b, a_lse, b_lse, lse, n_tokens,
     B: tl.constexpr, BLOCK: tl.constexpr, A_TOKEN: tl.constexpr, A_HEAD: tl.constexpr, B_TOKEN: tl.constexpr,
     B_HEAD: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
@@ -37,15 +40,18 @@ def _merge(
     values = tl.load(a, mask=mask, other=0.0).to(tl.float32)
     others = tl.load(b, mask=mask, other=0.0).to(tl.float32)
     tl.store(a, (values + (others - values) * share).to(a.dtype.element_ty), mask=mask)
-    tl.store(a_lse + at, top + tl.log(sum_a + sum_b), mask=is_token)
+    tl.store(lse + at, top + tl.log(sum_a + sum_b), mask=is_token)
 
 
 _kernel = Kernel(_merge)
 
 
-def merge_into(whole: Partial, part: Partial) -> None:
-    """Add the cells of `part` to `whole`, in place; outputs `[T, H, B]` of any strides over tokens and heads."""
+def merged(whole: Partial, part: Partial) -> Partial:
+    """Attention over the cells of both, in the memory of `whole`'s output; outputs `[T, H, B]` of any strides over
+    tokens and heads."""
     T, H, B = whole.out.shape
     strides = (*whole.out.stride()[:2], *part.out.stride()[:2])
-    args = (whole.out, part.out, whole.lse, part.lse, T)
+    lse = torch.empty_like(whole.lse)
+    args = (whole.out, part.out, whole.lse, part.lse, lse, T)
     _kernel((cdiv(T, _TOKENS), H), args, (B, power_of_two(B), *strides, _TOKENS), Tuning(n_warps=4))
+    return Partial(whole.out, lse)
