@@ -87,7 +87,8 @@ def measure_together(setting: Setting, n_tokens: int) -> PartyRates:
     finally:
         for link in links:
             link.close()
-    return PartyRates(n_tokens, links_gbps, beside_gbps, _rate(own, call_s, empty_s), 1e6 * empty_s / own.n_picks)
+    call_us = 1e6 * min(empty_s) / own.n_picks
+    return PartyRates(n_tokens, links_gbps, beside_gbps, _rate(own, call_s, empty_s), call_us)
 
 
 def measure_alone(setting: Setting, n_tokens: int) -> Alone:
@@ -98,7 +99,7 @@ def measure_alone(setting: Setting, n_tokens: int) -> Alone:
     finally:
         for link in links:
             link.close()
-    call_s, empty_s = (_median_s(calls, setting.seconds) for calls in (own.calls, [own.empty]))
+    call_s, empty_s = (_times(calls, setting.seconds) for calls in (own.calls, [own.empty]))
     return Alone(links_gbps, _rate(own, call_s, empty_s))
 
 
@@ -302,8 +303,8 @@ def _read_bytes(setting: Setting, work: Sequence[Pick], party: int) -> int:
 
 def _run(
     links: Sequence[_Link], calls: Sequence[Callable[[], None]], seconds: float
-) -> tuple[tuple[float, ...], float]:
-    """About so long: rates of links, and the median of calls, which end when a link does."""
+) -> tuple[tuple[float, ...], list[float]]:
+    """About so long: rates of links, and the seconds of calls, which end when a link does."""
     started = time.perf_counter()
     for event in [link.give(1) for link in links]:
         event.wait_host()
@@ -321,10 +322,11 @@ def _run(
         event.wait_host()
     busy_s = [link.busy_s() - before for link, before in zip(links, before_s, strict=True)]
     gbps = [n_cycles * link.cycle_bytes / seconds / 1e9 for link, seconds in zip(links, busy_s, strict=True)]
-    return tuple(gbps), statistics.median(call_s)
+    return tuple(gbps), call_s
 
 
-def _median_s(calls: Sequence[Callable[[], None]], seconds: float) -> float:
+def _times(calls: Sequence[Callable[[], None]], seconds: float) -> list[float]:
+    """Of calls in turn, about so long."""
     call_s: list[float] = []
     started = time.perf_counter()
     for call in cycle(calls):
@@ -332,10 +334,14 @@ def _median_s(calls: Sequence[Callable[[], None]], seconds: float) -> float:
         call()
         call_s.append(time.perf_counter() - begin)
         if time.perf_counter() - started > seconds:
-            return statistics.median(call_s)
+            return call_s
     raise AssertionError("no calls")
 
 
-def _rate(own: _Cpu, call_s: float, empty_s: float) -> float:
-    """What the CPU reads beyond what any call takes; where nearly all is that, at most so much can be said."""
-    return own.n_picks * own.pick_bytes / max(call_s - empty_s, _LEAST_OF_A_CALL * call_s) / 1e9
+def _rate(own: _Cpu, call_s: Sequence[float], empty_s: Sequence[float]) -> float:
+    """What the CPU reads beyond what any call takes; where nearly all is that, at most so much can be said.
+
+    An empty call cannot be too short, only disturbed: once the median of a few was eighty times the usual.
+    """
+    usual_s = statistics.median(call_s)
+    return own.n_picks * own.pick_bytes / max(usual_s - min(empty_s), _LEAST_OF_A_CALL * usual_s) / 1e9
