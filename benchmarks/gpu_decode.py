@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,21 +52,17 @@ def several(llm: LLM, n_sequences: int) -> float:
     return n_sequences * N_STEPS / (time.perf_counter() - started)
 
 
-def run(name: str, n_layer: int, **options: Any) -> list[dict[str, Any]]:
+def run(name: str, n_layer: int, **options: Any) -> Iterator[dict[str, Any]]:
     """All measurements of one placement."""
     sizes = {"n_ctx": N_SLOTS * 640, "n_parallel": N_SLOTS, "n_ubatch": DEPTH, "n_wave": DEPTH}
     with LLM(synthetic("qwen3-30b-a3b", quant="Q8_0", n_layer=n_layer), **sizes, **options) as llm:
         schedule = llm.plan.step_schedule(1)
         about = {"setup": name, "layers": n_layer, "shares": schedule.shares, "n_cached": schedule.n_cached}
         one = measure(llm, Test(0, 64, DEPTH), 3)
-        rows = [
-            about
-            | {"sequences": 1, "tokens_per_second": [round(x, 1) for x in one.samples_ts]}
-            | {"predicted": round(one.predicted_ts, 1), "experts": one.counters["experts"]}
-        ]
-        return rows + [
-            about | {"sequences": n, "tokens_per_second": [round(several(llm, n), 1)]} for n in (4, 8, N_SLOTS)
-        ]
+        rates = {"sequences": 1, "tokens_per_second": [round(x, 1) for x in one.samples_ts]}
+        yield about | rates | {"predicted": round(one.predicted_ts, 1), "experts": one.counters["experts"]}
+        for n in (4, 8, N_SLOTS):
+            yield about | {"sequences": n, "tokens_per_second": [round(several(llm, n), 1)]}
 
 
 def cached(share: float, n_layer: int) -> dict[str, Any]:
@@ -98,11 +95,13 @@ def main() -> None:
             ("2 GPUs, not cached, zipf:1.0", on_two | {"routing": "zipf:1.0"}),
         ]
     setups = [setup for setup in setups if any(text in setup[0] for text in args.only)]
-    rows = [row for name, options in setups for row in run(name, args.layers, **options)]
-    lines = "\n".join(map(json.dumps, rows))
-    print(lines)
-    if args.out:
-        args.out.write_text(lines + "\n")
+    for name, options in setups:
+        for row in run(name, args.layers, **options):
+            line = json.dumps(row)
+            print(line, flush=True)
+            if args.out:
+                with args.out.open("a") as file:
+                    file.write(line + "\n")
 
 
 if __name__ == "__main__":

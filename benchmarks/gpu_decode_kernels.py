@@ -30,7 +30,15 @@ from overspill.kernels.triton.decode import DECODERS
 from overspill.kernels.triton.few_experts import Pairs, add_experts
 from overspill.kernels.triton.launch import Tuning
 from overspill.kernels.triton.moe import MoeOp
-from overspill.kernels.triton.tuning import EXPERT_DOWN, EXPERT_GATE_UP, ROUTER, SEVERAL, RowTile, tile_of, token_tile
+from overspill.kernels.triton.tuning import (
+    EXPERT_GATE_UP,
+    ROUTER,
+    SEVERAL,
+    RowTile,
+    down_tile,
+    tile_of,
+    token_tile,
+)
 from overspill.kernels.triton.workspace import Workspace
 from overspill.quant.dequant import dequantize
 from overspill.quant.experts import NO_LIMIT, NO_VECTORS, Activation, ExpertVectors, ExpertWeights
@@ -259,7 +267,7 @@ def expert_stacks(type: TensorType, F: int, D: int, E: int) -> ExpertWeights:
 EXPERT_TILES: dict[TensorType, tuple[list[RowTile], list[RowTile]]] = {
     T.Q8_0: (
         [RowTile(r, w, Tuning(n, 1)) for r, w, n in ((4, 2048, 2), (2, 2048, 1), (4, 1024, 2), (8, 1024, 4))],
-        [RowTile(r, w, Tuning(n, 1)) for r, w, n in ((1, 256, 2), (2, 256, 1), (2, 1024, 2), (1, 1024, 2))],
+        [RowTile(r, w, Tuning(n, 1)) for r, w, n in ((1, 256, 1), (1, 256, 2), (2, 1024, 2), (4, 1024, 2))],
     ),
     T.Q4_K: (
         [RowTile(r, w, Tuning(n, 1)) for r, w, n in ((4, 1024, 4), (2, 2048, 2), (4, 1024, 2))],
@@ -284,14 +292,14 @@ def experts(lines: Lines, is_tuning: bool) -> None:
         weights = expert_stacks(type, n_ff, n_embd, n_experts)
         slot_of = torch.arange(n_experts, dtype=torch.int32, device=CUDA)
         expert_bytes = sum(q.n_bytes for q in weights.parts) / n_experts
-        usual = tile_of(EXPERT_GATE_UP, type), tile_of(EXPERT_DOWN, type)
         others = EXPERT_TILES[type] if is_tuning else ([], [])
-        cuts = dict.fromkeys((usual, *((t, usual[1]) for t in others[0]), *((usual[0], t) for t in others[1])))
         ways = ("usual", "other") if is_tuning and type in OTHER_ROWS else ("usual",)
         for way, n_tokens in product(ways, token_counts):
             x, out = normal(n_tokens, n_embd).bfloat16(), normal(n_tokens, n_embd)
             mix = normal(n_tokens, n_used).abs()
             chosen = different_ids(n_tokens, n_experts, n_used)
+            usual = tile_of(EXPERT_GATE_UP, type), down_tile(type, n_tokens, 1)
+            cuts = dict.fromkeys((usual, *((t, usual[1]) for t in others[0]), *((usual[0], t) for t in others[1])))
             n_bytes = expert_bytes * sum(len(ids.unique()) for ids in chosen) / len(chosen)
             reader = rows.READERS[type]
             if way == "other":

@@ -22,7 +22,7 @@ from overspill.kernels.triton.decode import DECODERS, table_of
 from overspill.kernels.triton.launch import Kernel, cdiv, follow, power_of_two
 from overspill.kernels.triton.norm import Gated
 from overspill.kernels.triton.rows import READERS, can_read
-from overspill.kernels.triton.tuning import EXPERT_DOWN, EXPERT_GATE_UP, RowTile, tile_of
+from overspill.kernels.triton.tuning import EXPERT_GATE_UP, RowTile, down_tile, tile_of
 from overspill.quant.experts import ExpertVectors
 from overspill.quant.qtensor import QTensor
 
@@ -196,7 +196,7 @@ def add_experts(
     n_pairs, K = pairs.ids.numel() * pairs.n_slices, pairs.ids.shape[1] * pairs.n_slices
     _, F, D = gate.shape
     x, ids, mix = x.contiguous(), pairs.ids.contiguous(), pairs.mix.contiguous()
-    first, second = tiles or (tile_of(EXPERT_GATE_UP, gate.type), tile_of(EXPERT_DOWN, down.type))
+    first, second = tiles or (tile_of(EXPERT_GATE_UP, gate.type), down_tile(down.type, len(x), pairs.n_slices))
     hidden = torch.empty((n_pairs, F), dtype=dtype, device=x.device)
     in_order = tuple(torch.empty(n_pairs, dtype=t, device=x.device) for t in (torch.int32, torch.int32, torch.float32))
     tables = [table_of(DECODERS[q.type], x.device) for q in parts]

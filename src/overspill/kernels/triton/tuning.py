@@ -64,12 +64,24 @@ EXPERT_DOWN: Tiles = {
     _T.Q8_0: RowTile(4, 1024, Tuning(2, 1)),
     None: RowTile(2, 256, Tuning(4, 1)),
 }
+EXPERT_DOWN_OF_ONE: Mapping[TensorType, tuple[RowTile, RowTile]] = {
+    _T.Q8_0: (RowTile(1, 256, Tuning(1, 1)), RowTile(1, 512, Tuning(1, 1))),
+}
+"""For one token, which leaves a GPU idle where programs are large: of whole experts, and of slices."""
+
 ROUTER = RowTile(1, 1024, Tuning(8, 1))
 
 
 def token_tile(type: TensorType, n_rows: int) -> RowTile:
     """The tile for one token and weights of so many rows in all."""
     return TOKEN_OF_TALL[type] if n_rows >= TALL and type in TOKEN_OF_TALL else tile_of(TOKEN, type)
+
+
+def down_tile(type: TensorType, n_tokens: int, n_slices: int) -> RowTile:
+    """The tile for the second product of experts."""
+    if n_tokens == 1 and type in EXPERT_DOWN_OF_ONE:
+        return EXPERT_DOWN_OF_ONE[type][n_slices > 1]
+    return tile_of(EXPERT_DOWN, type)
 
 
 def tile_of(tiles: Tiles, type: TensorType) -> RowTile:
