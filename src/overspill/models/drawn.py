@@ -9,6 +9,7 @@ have equal experts, however they are batched.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -43,12 +44,23 @@ class _Tables:
         sizes = (_N_ROWS, hp.n_expert, hp.n_expert_used, exponent)
         self._of_tokens = torch.stack([draw(*sizes, seed=i)[rows] for i in range(_N_TABLES)])
         self._there: dict[torch.device, torch.Tensor] = {}
+        self._of_steps: WeakKeyDictionary[UbatchView, torch.Tensor] = WeakKeyDictionary()
 
-    def ids(self, i_layer: int, tokens: torch.Tensor) -> torch.Tensor:
-        """Experts of tokens, int32 `[T, K]`."""
+    def ids(self, i_layer: int, view: UbatchView) -> torch.Tensor:
+        """Experts of tokens, int32 `[T, K]`.
+
+        A step looks up those of all layers at once, since it is not to be measured by what no model does. Prompts may
+        not: their views outlive their tokens.
+        """
+        table, tokens = i_layer % _N_TABLES, view.ids
         if tokens.device not in self._there:
             self._there[tokens.device] = self._of_tokens.to(tokens.device)
-        return self._there[tokens.device][i_layer % _N_TABLES].index_select(0, tokens)
+        there = self._there[tokens.device]
+        if view.steps is None:
+            return there[table].index_select(0, tokens)
+        if view not in self._of_steps:
+            self._of_steps[view] = there.index_select(1, tokens)
+        return self._of_steps[view][table]
 
 
 def routed_by(make: MakeModel, routing: str) -> MakeModel:
@@ -64,7 +76,7 @@ def routed_by(make: MakeModel, routing: str) -> MakeModel:
 
         def drawn(i_layer: int, x: torch.Tensor, view: UbatchView) -> Routing | None:
             found = route(i_layer, x, view)
-            return None if found is None else found._replace(ids=tables.ids(i_layer, view.ids))
+            return None if found is None else found._replace(ids=tables.ids(i_layer, view))
 
         model.route = drawn  # type: ignore[method-assign]
         return model
