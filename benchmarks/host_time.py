@@ -235,7 +235,7 @@ def main() -> None:
         "n_wave": n,
         "n_ubatch": N_UBATCH,
         "cpu_moe": True,
-        "record_prompts": True,
+        "record_prompts": "on",
         "schedule": "breadth-first",
         "grain": 1,
     }

@@ -1,7 +1,7 @@
 """Computes the same prompts again and again, and tells where the first bits differ: to find what is not deterministic.
 
     python tools/same_bits.py [--devices cuda:0,cuda:1] [--schedule breadth-first] [--attention NAME] [--seconds 60]
-                              [--processes 4] [--tokens 8193] [--record-prompts]
+                              [--processes 4] [--tokens 8193] [--record-prompts on]
 
 Several processes at once take the devices from each other, which brings out faults of timing. Each runs two prompts in
 turn, on memory full of NaN, and compares logits and the cells of all layers with those of the first time. A difference
@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=8193)
-    parser.add_argument("--record-prompts", action="store_true")
+    parser.add_argument("--record-prompts", choices=("auto", "on", "off"), default="auto")
     args = parser.parse_args()
     processes = [
         multiprocessing.get_context("spawn").Process(target=one, args=(i, args)) for i in range(args.processes)

@@ -29,24 +29,23 @@ RECORDED_LAYER_BYTES = 130 << 10
 _POOL_BYTES = 192 << 20  # what torch's allocator keeps in pieces too small to use
 
 
-def scratch_bytes(
-    n_tokens: int,
-    *,
-    n_embd: int,
-    n_heads_dim: int,
-    n_kv_dim: int,
-    experts: tuple[int, int, int],
-    n_pools: int = 1,
+def temporary_bytes(
+    n_tokens: int, *, n_embd: int, n_heads_dim: int, n_kv_dim: int, experts: tuple[int, int, int]
 ) -> int:
-    """What one ubatch takes on a device beside its named buffers, freed parts of torch's pool included.
+    """What the layers of one ubatch take and give back; recorded work keeps it from other work.
 
     n_heads_dim, n_kv_dim: values of all query heads, and of all key heads, of a token. experts: how many there are,
-    how many a token uses, and their width. n_pools: of temporaries; recorded work has one of its own.
+    how many a token uses, and their width.
     """
     n_experts, n_used, n_ff = experts
     attention = n_tokens * (8 * n_heads_dim + 12 * n_kv_dim + 10 * n_embd + 12 * n_experts)
-    products = n_tokens * n_used * (2 * n_ff + n_embd) * 2
-    return n_pools * (attention + products) + workspace_bytes(n_tokens, n_used, n_embd, n_ff, n_experts) + _POOL_BYTES
+    return attention + n_tokens * n_used * (2 * n_ff + n_embd) * 2
+
+
+def kept_bytes(n_tokens: int, *, n_embd: int, experts: tuple[int, int, int]) -> int:
+    """What kernels keep beside named buffers and temporaries, parts of torch's pool that are too small included."""
+    n_experts, n_used, n_ff = experts
+    return workspace_bytes(n_tokens, n_used, n_embd, n_ff, n_experts) + _POOL_BYTES
 
 
 def workspace_bytes(n_tokens: int, n_used: int, n_embd: int, n_ff: int, n_experts: int, *, item_bytes: int = 2) -> int:

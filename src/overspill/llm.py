@@ -151,7 +151,7 @@ class LLM:
                 step_work = StepWork(*parts, tables=tables)
                 pace = CachePace(self.plan.uncached)
                 steps = StepRunner(self.devices, layout, memory, step_work, tables, self.n_threads, pace)
-            recorded = Recorded(self.sizes.n_ubatches) if self.options.record_prompts else None
+            recorded = Recorded(self.sizes.n_ubatches) if self.plan.schedule.is_recorded else None
             has_tally = n_spread and loaded.host_experts
             self._tally = SpreadTally(self.devices, memory, layout, loaded.host_experts) if has_tally else None
             self.runner = Runner(

@@ -19,7 +19,8 @@ from overspill.gpu_memory import (
     MAX_RECORDED_LAYERS,
     MAX_SPREAD_TOKENS,
     RECORDED_LAYER_BYTES,
-    scratch_bytes,
+    kept_bytes,
+    temporary_bytes,
 )
 from overspill.models.describe import dense_wide_bytes, model_shape
 from overspill.models.specs.base import HParams, TensorSpec
@@ -103,35 +104,36 @@ def needs_on(
     cells = cell_type(machine, options)
     host_read = 0 if cells is CellType.F32 else _cell_bytes(hp, CellType.F32)
     if not has_gpus(machine):
-        needs = KernelNeeds(read_cell_bytes=host_read, host_read_cell_bytes=host_read)
+        on = options.record_prompts == "on"
+        needs = KernelNeeds(read_cell_bytes=host_read, host_read_cell_bytes=host_read, recordings=(on,))
         return lambda n_ubatch: needs
     n_heads_dim = hp.n_head * hp.head_dim
     rounded_bytes = 0 if cells is CellType.BF16 else 2 * n_heads_dim
     experts = (hp.n_expert, hp.n_expert_used, hp.n_ff_exp if hp.n_expert else hp.n_ff)
-    logits_bytes = 4 * N_LOGIT_ROWS * hp.n_vocab
-    graph_bytes = MAX_RECORDED_LAYERS * RECORDED_LAYER_BYTES if options.record_prompts else 0
-    return lambda n_ubatch: KernelNeeds(
-        wide_value_bytes=WIDE_VALUE_BYTES,
-        normed_value_bytes=2,
-        scratch_bytes=scratch_bytes(
-            n_ubatch,
-            n_embd=hp.n_embd,
-            n_heads_dim=n_heads_dim,
-            n_kv_dim=hp.n_head_kv * hp.head_dim,
-            experts=experts,
-            n_pools=2 if options.record_prompts else 1,
+    head_bytes = 4 * N_LOGIT_ROWS * hp.n_vocab + DENSE_PART_BYTES
+    recordings = {"auto": (True, False), "on": (True,), "off": (False,)}[options.record_prompts]
+    widths = {"n_embd": hp.n_embd, "n_heads_dim": n_heads_dim, "n_kv_dim": hp.n_head_kv * hp.head_dim}
+
+    def needs_of(n_ubatch: int) -> KernelNeeds:
+        temporary = temporary_bytes(n_ubatch, **widths, experts=experts)
+        kept = kept_bytes(n_ubatch, n_embd=hp.n_embd, experts=experts)
+        return KernelNeeds(
+            wide_value_bytes=WIDE_VALUE_BYTES,
+            normed_value_bytes=2,
+            scratch_bytes=temporary + kept + (4 * hp.n_scratch + rounded_bytes) * n_ubatch,
+            head_bytes=max(0, head_bytes - temporary),  # when logits are computed, layers need nothing
+            resident_bytes=DEFAULT_WEIGHT_BYTES if hp.n_expert else 0,
+            n_trials=1,
+            takes_steps=True,
+            n_spread_tokens=MAX_SPREAD_TOKENS,
+            spreads_alone=any(spec.name.endswith(("_exps.bias", "_exps.scale")) for spec in specs),
+            read_cell_bytes=_cell_bytes(hp, CellType.F16) if cells is CellType.Q8_0 else 0,
+            host_read_cell_bytes=host_read,
+            recordings=recordings,
+            recording_bytes=temporary + MAX_RECORDED_LAYERS * RECORDED_LAYER_BYTES,
         )
-        + graph_bytes
-        + (4 * hp.n_scratch + rounded_bytes) * n_ubatch,
-        head_bytes=logits_bytes + DENSE_PART_BYTES,
-        resident_bytes=DEFAULT_WEIGHT_BYTES if hp.n_expert else 0,
-        n_trials=1,
-        takes_steps=True,
-        n_spread_tokens=MAX_SPREAD_TOKENS,
-        spreads_alone=any(spec.name.endswith(("_exps.bias", "_exps.scale")) for spec in specs),
-        read_cell_bytes=_cell_bytes(hp, CellType.F16) if cells is CellType.Q8_0 else 0,
-        host_read_cell_bytes=host_read,
-    )
+
+    return needs_of
 
 
 def _cell_bytes(hp: HParams, type: CellType) -> int:

@@ -102,8 +102,8 @@ class Options:
     )
     host_stage_tile_mib: int = _option(16, "--host-stage-tile-mib", "size of a piece of a hand-off through host memory")
     force_xdev_sync: bool = _option(False, "--force-xdev-sync", "debugging: the host waits wherever devices do")
-    record_prompts: bool = _option(
-        False, "--record-prompts", "testing: prompts replay what they did before; on GPUs, bits may differ"
+    record_prompts: str = _option(
+        "auto", "--record-prompts", "prompts replay work that was there before: auto (where it is quicker), on, off"
     )
     load_mode: str = _option("auto", "--load-mode -lm", "auto, none, mmap, mlock, mmap+mlock or dio")
     load_threads: int = _option(4, "--load-threads -tl", "threads that read experts into host RAM")
@@ -176,6 +176,7 @@ _CHOICES: Final = {
     "host_stage": ("auto", "0", "1"),
     "load_mode": ("auto", "none", "mmap", "mlock", "mmap+mlock", "dio"),
     "async_load": ("auto", "on", "off"),
+    "record_prompts": ("auto", "on", "off"),
 }
 _LOWEST: Final = {
     "main_gpu": 0,

@@ -15,11 +15,11 @@ OPTIONS = {"devices": "virtual:2", "cpu_moe": True, "policy": "all", "n_ubatch":
 PROMPTS = [[(step * i + 5) % 500 for i in range(40)] for step in (11, 13)]
 
 
-@pytest.mark.parametrize("records", [False, True])
-def test_replay_is_asked_for(records: bool) -> None:
+@pytest.mark.parametrize(("how", "records"), [("off", False), ("on", True)])
+def test_replay_is_asked_for(how: str, records: bool) -> None:
     with (
         patch.object(VirtualStream, "replay", autospec=True, side_effect=VirtualStream.replay) as replay,
-        LLM(DATA / "models" / "qwen3moe.gguf", **OPTIONS, record_prompts=records) as llm,
+        LLM(DATA / "models" / "qwen3moe.gguf", **OPTIONS, record_prompts=how) as llm,
     ):
         first = [llm.logits(ids) for ids in PROMPTS]
         assert replay.call_count == 0

@@ -118,7 +118,7 @@ def check_rounded(name: str, wanted: torch.Tensor, found: torch.Tensor, rounded:
 def test_float32(case: Case, record_property: Note) -> None:
     """A prompt, and recorded steps: the logits of the CPU."""
     wanted = expected(case, case.model)
-    with in_float32(), opened(fixture(f"{case.name}.gguf"), ONE, record_prompts=True) as llm:
+    with in_float32(), opened(fixture(f"{case.name}.gguf"), ONE, record_prompts="on") as llm:
         prompt = case.expected("input_ids_1").tolist()
         found = llm.logits(prompt), replayed(llm, case)
         for how in ("recorded", "replayed"):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from overspill.options import Options
 from overspill.pipeline.choose import Plan, choose
+from overspill.placement.budget import KernelNeeds
 from overspill.placement.machine import GPU_ISSUE_US, Machine
 from tests.pure.placement_models import MIB, make_machine, make_shape
 
@@ -58,3 +60,32 @@ def test_a_prompt_of_several_waves_starts_each_where_the_last_one_ended() -> Non
     pieces = [made.prompt_us(n, first) for first, n in ((0, 1000), (1000, 1000), (2000, 300))]
     assert made.prompt_us(2300) == pytest.approx(sum(pieces))
     assert pieces[0] < pieces[1]
+
+
+def recording(n_bytes: int) -> Callable[[int], KernelNeeds]:
+    return lambda n_ubatch: KernelNeeds(recordings=(True, False), recording_bytes=n_bytes)
+
+
+def test_prompts_are_recorded_where_the_host_is_the_bound() -> None:
+    on = machine(8, GPU_ISSUE_US)
+    options = Options(cpu_moe=True, n_ctx=65536, n_ubatch=2048)
+    issued, made = choose(SHAPE, on, options), choose(SHAPE, on, options, recording(MIB))
+    assert not issued.schedule.is_recorded
+    assert made.schedule.is_recorded
+    assert made.prompt_us(32768) < 0.5 * issued.prompt_us(32768)
+
+
+def test_prompts_are_not_recorded_where_experts_would_have_to_go_for_it() -> None:
+    """On one device the host is not the bound, and a layer more that goes up costs a prompt its upload."""
+    on = replace(machine(1, GPU_ISSUE_US), devices=tuple(replace(d, tflops=5.0) for d in machine(1).devices))
+    for n_bytes, is_recorded in ((MIB, True), (2400 * MIB, False)):
+        made = choose(SHAPE, _full(on), Options(n_ctx=4096), recording(n_bytes))
+        assert made.has_host_experts
+        assert made.schedule.is_recorded == is_recorded
+
+
+def _full(on: Machine) -> Machine:
+    """With room for about half of the experts."""
+    (device,) = on.devices
+    half = 24 * 600 * MIB
+    return replace(on, devices=(replace(device, total_bytes=half, free_bytes=half),))

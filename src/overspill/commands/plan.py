@@ -81,6 +81,7 @@ def plan_dict(made: MadePlan) -> dict[str, Any]:
     plan = made.plan
     return as_dict(plan.shape, plan.placement) | {
         "schedule": plan.schedule.order.value,
+        "prompts_recorded": plan.schedule.is_recorded,
         "policy": plan.schedule_for(sum(plan.reference.n_tokens)).policy.value,
         "decode_policy": plan.step_schedule(1).policy.value,
         "shares": _shares(plan),
@@ -103,7 +104,7 @@ def plan_text(made: MadePlan, *, with_grid: bool) -> str:
         *report(plan.shape, plan.placement),
         f"schedule  {plan.schedule.order}, grain {plan.placement.grain}, ubatch {plan.placement.n_ubatch}, "
         f"wave {plan.placement.n_wave}; host experts: {plan.schedule_for(n_prompt).policy} for prompts, "
-        f"{plan.step_schedule(1).policy} for single tokens",
+        f"{plan.step_schedule(1).policy} for single tokens" + ", prompts recorded" * plan.schedule.is_recorded,
         f"predicted pp{n_prompt} {plan.predicted_tokens_per_second:,.0f} tokens/s, "
         f"tg {made.decode_per_second:,.1f} tokens/s, {plan.predicted.uploaded_bytes / 2**20:,.0f} MiB up a wave",
     ]

@@ -107,7 +107,8 @@ class WaveSchedule:
 
     widen: dequantise each staged slab once, before the ubatches use it (devices whose kernels want that).
     shares: for SPREAD, by the number of the device that owns a layer. n_cached: likewise, how many of its experts the
-    device keeps; none where it is empty. n_slices: into so many, experts are shared out.
+    device keeps; none where it is empty. n_slices: into so many, experts are shared out. is_recorded: work of prompts
+    is replayed where it was there before.
     """
 
     order: Order
@@ -117,3 +118,4 @@ class WaveSchedule:
     shares: tuple[Shares, ...] = ()
     n_cached: tuple[int, ...] = ()
     n_slices: int = 1
+    is_recorded: bool = False

@@ -1,11 +1,10 @@
 """The plan: placement and schedule together, chosen by simulating the candidates.
 
-Candidates are (schedule, grain, n_ubatch) as far as the user left them open; each is placed, then a reference prompt
-is simulated with the machine's measured rates, and a long one too for those at least half as fast as the fastest. The
-highest product of the two rates wins: on few ubatches, uploads hide that small ones keep the host busy, on many they do
-not. A user's flag is never overruled. The plan also
-answers, per wave, whether host experts go up or are computed on the CPU: whichever the simulation finds quicker for
-that many tokens.
+Candidates are (schedule, grain, n_ubatch, prompts recorded) as far as the user left them open; each is placed, then a
+reference prompt is simulated with the machine's measured rates, and a long one too for those at least half as fast as
+the fastest. The highest product of the two rates wins: on few ubatches, uploads hide that small ones keep the host
+busy, on many they do not. A user's flag is never overruled. The plan also answers, per wave, whether host experts go up
+or are computed on the CPU: whichever the simulation finds quicker for that many tokens.
 """
 
 from __future__ import annotations
@@ -195,9 +194,10 @@ def choose(shape: ModelShape, machine: Machine, options: Options, needs: Needs =
     """
     plans: list[Plan] = []
     refusal: UserError | None = None
-    for order, grain, n_ubatch in _candidates(shape, machine, options):
+    for order, grain, n_ubatch, is_recorded in _candidates(shape, machine, options, needs):
+        kernels = needs(n_ubatch).recorded(is_recorded)
         try:
-            plan = _plan(shape, machine, options, order=order, grain=grain, n_ubatch=n_ubatch, needs=needs(n_ubatch))
+            plan = _plan(shape, machine, options, order, is_recorded, grain=grain, n_ubatch=n_ubatch, needs=kernels)
         except UserError as error:
             refusal = error
         else:
@@ -222,7 +222,10 @@ def _rate(plan: Plan) -> float:
     return plan.predicted_tokens_per_second
 
 
-def _candidates(shape: ModelShape, machine: Machine, options: Options) -> Iterator[tuple[Order, int, int]]:
+def _candidates(
+    shape: ModelShape, machine: Machine, options: Options, needs: Needs
+) -> Iterator[tuple[Order, int, int, bool]]:
+    """Schedule, grain, ubatch, and whether prompts are recorded."""
     n_devices = max(1, len(machine.devices))
     contiguous = math.ceil(shape.n_layer / n_devices)
     orders = [Order.BREADTH_FIRST, Order.DEPTH_FIRST] if options.schedule == "auto" else [Order(options.schedule)]
@@ -230,7 +233,8 @@ def _candidates(shape: ModelShape, machine: Machine, options: Options) -> Iterat
         for order in orders:
             grains = [1, contiguous] if order is Order.BREADTH_FIRST and n_devices > 1 else [contiguous]
             for grain in grains if options.grain is None else [options.grain]:
-                yield order, grain, n_ubatch
+                for is_recorded in needs(n_ubatch).recordings:
+                    yield order, grain, n_ubatch, is_recorded
 
 
 def _ubatches(shape: ModelShape, options: Options) -> list[int]:
@@ -244,8 +248,9 @@ def _plan(
     shape: ModelShape,
     machine: Machine,
     options: Options,
-    *,
     order: Order,
+    is_recorded: bool,
+    *,
     grain: int,
     n_ubatch: int,
     needs: KernelNeeds,
@@ -253,7 +258,8 @@ def _plan(
     placement, layout = _place(shape, machine, options, grain=grain, n_ubatch=n_ubatch, needs=needs)
     policy = None if options.policy == "auto" else Policy(options.policy)
     usual = Policy.ALL if policy in (None, Policy.SPREAD) else policy
-    schedule = WaveSchedule(order, usual, options.n_staging_slots, needs.wide_value_bytes > 0)
+    widens = needs.wide_value_bytes > 0
+    schedule = WaveSchedule(order, usual, options.n_staging_slots, widens, is_recorded=is_recorded)
     reference = WaveShape.of_prompt(min(REFERENCE_PROMPT, placement.n_ctx, placement.n_wave), n_ubatch)
     predicted = predict(shape, machine, layout, reference, schedule)
     in_flight = options.max_in_flight or DEFAULT_IN_FLIGHT

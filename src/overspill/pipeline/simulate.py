@@ -33,6 +33,9 @@ _STEP_LAYER_US = 38.0
 _STEP_US = 800.0
 """Of such a step: starting it, and logits on their way. Both as measured on an H200 (docs/performance.md, Decoding)."""
 
+_REPLAY_US = 60.0
+"""Host time of a split that is replayed (docs/performance.md: two take 121 to 128 us)."""
+
 _LAUNCHED = frozenset({Verb.LAYERS, Verb.ATTEND, Verb.EXPERTS, Verb.WIDEN, Verb.SHARE})
 
 
@@ -248,7 +251,7 @@ def predict(shape: ModelShape, machine: Machine, layout: Layout, wave: WaveShape
     cost_us = costs(shape, machine, layout, wave, schedule)
     issued = actions(layout, schedule, n_chunks, n_tiles)
     is_replayed = is_recorded(layout, wave, schedule)
-    issue_us = 0.0 if is_replayed else machine.issue_us
+    issue_us = 0.0 if is_replayed else _issue_us(machine, schedule)
     timed = simulate(issued, cost_us, is_serial=schedule.order is Order.SERIAL, issue_us=issue_us)
     total = max(t.end_us for t in timed) + (_STEP_US if is_replayed else 0.0)
     busy: dict[int, float] = {}
@@ -260,6 +263,12 @@ def predict(shape: ModelShape, machine: Machine, layout: Layout, wave: WaveShape
         shape.expert_bytes(a.layer) * layout.slabs[a.layer][a.slab].n_experts / shape.n_expert for a in uploads
     )
     return Prediction(total, uploaded, busy)
+
+
+def _issue_us(machine: Machine, schedule: WaveSchedule) -> float:
+    """Of a split. Work of experts that ids select is never the same, so it is not replayed."""
+    is_replayed = schedule.is_recorded and schedule.policy is Policy.ALL
+    return min(machine.issue_us, _REPLAY_US) if is_replayed else machine.issue_us
 
 
 def grid(layout: Layout, schedule: WaveSchedule, n_ubatches: int) -> str:

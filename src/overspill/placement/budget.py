@@ -6,7 +6,7 @@ activations for every ubatch of a wave, the whole staging ring.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from overspill.gpu_memory import MAX_SLICES
@@ -31,7 +31,8 @@ class KernelNeeds:
     n_spread_tokens: most tokens whose host experts several parties can compute; 0: none. spreads_alone: other
     accelerators cannot take part, because they lack the experts' biases. read_cell_bytes: per cell of one sequence,
     where attention reads keys and values that are decoded first, of one layer. host_read_cell_bytes: the same in host
-    RAM, where the CPU computes layers.
+    RAM, where the CPU computes layers. recordings: whether prompts are recorded, the choices that there are, the first of equals;
+    recording_bytes: what that takes besides.
     """
 
     wide_value_bytes: int = 0
@@ -45,6 +46,12 @@ class KernelNeeds:
     spreads_alone: bool = False
     read_cell_bytes: int = 0
     host_read_cell_bytes: int = 0
+    recordings: tuple[bool, ...] = (False,)
+    recording_bytes: int = 0
+
+    def recorded(self, is_recorded: bool) -> KernelNeeds:
+        """The same with prompts that are recorded, or are not."""
+        return replace(self, scratch_bytes=self.scratch_bytes + self.recording_bytes) if is_recorded else self
 
 
 NO_NEEDS: Final = KernelNeeds()
