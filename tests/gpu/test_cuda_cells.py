@@ -87,7 +87,8 @@ def test_as_the_engine_runs(case: Case, cells: CellType, record_property: Note) 
     ids, path, options = case.expected("input_ids_1").tolist(), fixture(f"{case.name}.gguf"), {"cache_type_k": cells}
     with opened(path, ONE, **options) as llm:
         (budget, _), (gpu,) = llm.plan.placement.budgets, llm.devices.accelerators
-        assert gpu.allocated_bytes[MemoryKind.KV] == budget.kv_bytes
+        n_bytes = gpu.allocated_bytes[MemoryKind.KV]
+        assert n_bytes <= budget.kv_bytes <= 1.001 * n_bytes  # what is kept of several positions is rounded up
         prompt, steps = llm.logits(ids), replayed(llm, case)
         with issued():
             again = replayed(llm, case)

@@ -102,13 +102,19 @@ def check_rounded(name: str, wanted: torch.Tensor, found: torch.Tensor, rounded:
     assert found.isfinite().all()
     lost, usual = divergence(wanted, found), divergence(wanted, rounded)
     first, second = wanted.topk(2, -1).values.unbind(-1)
-    is_clear = first - second > (rounded - wanted).abs().amax(-1)  # others are near-ties
-    misses = [int((is_clear & (x.argmax(-1) != wanted.argmax(-1))).sum()) for x in (found, rounded)]
+
+    def n_missed(x: torch.Tensor, other: torch.Tensor) -> int:
+        """Where the other's error is less than what parts the first from the second: others are near-ties."""
+        is_clear = first - second > (other - wanted).abs().amax(-1)
+        return int((is_clear & (x.argmax(-1) != wanted.argmax(-1))).sum())
+
+    # Each is judged by the other's error: by its own it would miss none.
+    misses = [n_missed(found, rounded), n_missed(rounded, found)]
     for key, kl, n in (("gpu", lost, misses[0]), ("rounding", usual, misses[1])):
         median, mean = float(kl.median()), float(kl.mean())
         note(f"{name} {key}", f"KL median {median:.1e} mean {mean:.1e}, {n} of {len(kl)} missed")
     assert float(lost.median()) <= max(NEAR, SLACK * float(usual.median()))
-    assert misses[0] <= SLACK * misses[1] + 2
+    assert misses[0] <= SLACK * misses[1] + 3
 
 
 # --- tests
