@@ -2,9 +2,10 @@
 
     python benchmarks/gpu_prefill.py [--layers 48] [--only NAME ...] [--repetitions 2] [--out FILE]
 
-Needs 40 GB of free host RAM; about four minutes. Rows: long prompts per setup; short ones with each policy on one
-loaded model; memory per GPU as projected and as torch reserved it. `met` is the share of a layer's experts that a
-prompt's ids name: what `selected` uploads of them. A line of JSON each.
+Needs 40 GB of free host RAM; about five minutes. Rows: long prompts per setup; short ones with each policy on one
+loaded model; prompts after steps that have filled a cache of half the experts, which go without those, and on the same
+model prompts that do not; memory per GPU as projected and as torch reserved it. `met` is the share of a layer's experts
+that a prompt's ids name: what `selected` uploads of them. A line of JSON each.
 """
 
 from __future__ import annotations
@@ -21,9 +22,13 @@ import torch
 from overspill import LLM
 from overspill.bench.bench import Test, measure
 from overspill.bench.synth import synthetic
+from overspill.cache.cells import Segment
 from overspill.pipeline.schedule import Policy
+from overspill.pipeline.wave import Ubatch, Wave
 
 LONG, SHORT = (8192, 53248), (128, 512, 2048)
+CACHED, N_STEPS = 8192, 200
+_EXPERTS_MIB = 612  # of a layer: 128 experts of 3 x 768 x 2048 weights in Q8_0
 Row = dict[str, Any]
 
 
@@ -36,6 +41,7 @@ def row(llm: LLM, n_prompt: int, repetitions: int) -> Row:
         "tokens_per_second": [round(x) for x in result.samples_ts],
         "predicted": round(result.predicted_ts),
         "uploaded_gb": round(found["uploaded_bytes"] / 1e9, 2),
+        "placed_gb": round(found["placed_bytes"] / 1e9, 2),
         "busy": {name: round(share, 3) for name, share in found["busy"].items()},
         "allocations": found["device_allocations_after_warmup"],
         "syncs": found["device_syncs_after_warmup"],
@@ -59,6 +65,18 @@ def long_prompts(llm: LLM, repetitions: int) -> Iterator[Row]:
     yield memory(llm)
 
 
+def cached_prompts(llm: LLM, repetitions: int) -> Iterator[Row]:
+    """Before steps, after them, and as if there were no cache."""
+    plan = llm.plan
+    yield {"cache": "empty", **row(llm, CACHED, repetitions)}
+    for i in range(N_STEPS):
+        llm.run_wave(Wave((Ubatch((i,), (Segment(0, i, 1),), (0,)),)))
+    yield {"cache": "filled by steps", **row(llm, CACHED, repetitions)}
+    llm.plan = replace(plan, schedule=replace(plan.schedule, n_cached=()))
+    yield {"cache": "not used", **row(llm, CACHED, repetitions)}
+    llm.plan = plan
+
+
 def short_prompts(llm: LLM, repetitions: int) -> Iterator[Row]:
     """The plan's own choice, then each policy."""
     plan = llm.plan
@@ -78,17 +96,20 @@ def short_prompts(llm: LLM, repetitions: int) -> Iterator[Row]:
     llm.plan = plan
 
 
-def setups(n_gpus: int) -> dict[str, tuple[Callable[[LLM, int], Iterator[Row]], dict[str, Any]]]:
+def setups(n_gpus: int, n_layer: int) -> dict[str, tuple[Callable[[LLM, int], Iterator[Row]], dict[str, Any]]]:
     long = {"n_ctx": LONG[-1], "n_wave": LONG[-1], "n_ubatch": 4096}
     one, two = {"devices": "cuda:0"}, {"devices": "cuda:0,cuda:1"}
     host = {"cpu_moe": True, "schedule": "breadth-first", "grain": 1}
+    half = {"n_ctx": CACHED, "n_wave": CACHED, "moe_cache_mib": _EXPERTS_MIB * n_layer // 2 + 4}
     of_one = {
         "1 GPU, experts host": (long_prompts, one | long | host),
         "1 GPU, resident": (long_prompts, one | long),
+        "1 GPU, half cached": (cached_prompts, one | host | half),
         "1 GPU, short": (short_prompts, one | {"cpu_moe": True, "n_ctx": 4096}),
     }
     of_two = {
         "2 GPUs, experts host": (long_prompts, two | long | host),
+        "2 GPUs, half cached": (cached_prompts, two | host | half),
         "2 GPUs, short": (short_prompts, two | {"cpu_moe": True, "n_ctx": 4096}),
         "2 GPUs, experts host, depth-first": (
             long_prompts,
@@ -106,7 +127,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.cuda.init()
-    for name, (rows, options) in setups(torch.cuda.device_count()).items():
+    for name, (rows, options) in setups(torch.cuda.device_count(), args.layers).items():
         if args.only and not name.startswith(tuple(args.only)):
             continue
         for i in range(torch.cuda.device_count()):

@@ -41,6 +41,7 @@ from overspill.needs import expert_type, main_weight, needs_on, shape_for, widen
 from overspill.options import MIB, Options, options_from
 from overspill.pipeline.cache_pace import CachePace
 from overspill.pipeline.choose import choose
+from overspill.pipeline.expert_cache import ExpertCaches
 from overspill.pipeline.memory import Memory, Sizes
 from overspill.pipeline.reading import LoadMode
 from overspill.pipeline.recorded import Recorded
@@ -154,6 +155,8 @@ class LLM:
             recorded = Recorded(self.sizes.n_ubatches) if self.plan.schedule.is_recorded else None
             has_tally = n_spread and loaded.host_experts
             self._tally = SpreadTally(self.devices, memory, layout, loaded.host_experts) if has_tally else None
+            has_cache = bool(self.plan.cache_bytes)
+            caches = ExpertCaches(self.devices, memory, layout, self.hparams.n_expert) if has_cache else None
             self.runner = Runner(
                 self.devices,
                 layout,
@@ -162,7 +165,7 @@ class LLM:
                 max_in_flight=self.plan.max_in_flight,
                 waits_on_host=self.options.force_xdev_sync,
                 steps=steps,
-                tally=self._tally,
+                caches=caches,
             )
             self._running = threading.Lock()
             self.watch = WaveWatch(self.devices)
@@ -309,6 +312,7 @@ class LLM:
             wall_us = max(run.wall_us, 1e-9)
             return {
                 "uploaded_bytes": sum(d.counters.uploaded_bytes for d in devices.all),
+                "placed_bytes": run.placed_bytes,
                 "host_expert_bytes": self.host_expert_bytes,
                 "pinned_bytes": self.residence.pinned_bytes,
                 "pageable_bytes": self.residence.pageable_bytes,

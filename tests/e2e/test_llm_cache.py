@@ -67,6 +67,24 @@ def test_the_text_is_that_of_the_model_without_a_cache() -> None:
     assert all(text == texts[0] for text in texts)
 
 
+@pytest.mark.parametrize("n_devices", [1, 2])
+def test_prompts_do_not_upload_what_steps_have_left(n_devices: int) -> None:
+    """Of a prompt in one wave, which goes up once; the numbers are those without a cache."""
+    options = OPTIONS | {"devices": f"virtual:{n_devices}", "policy": "spread", "schedule": "breadth-first"}
+    with LLM(tiny_source(), **options) as llm:
+        wanted = llm.logits(IDS)
+    with LLM(tiny_source(), **options, moe_cache_mib=1) as llm:
+        llm.reset_counters()
+        assert torch.equal(llm.logits(IDS), wanted)
+        assert (llm.counters()["uploaded_bytes"], llm.counters()["placed_bytes"]) == (llm.host_expert_bytes, 0)
+        decode(llm)
+        llm.reset_counters()
+        assert torch.equal(llm.logits(IDS), wanted)
+        counters = llm.counters()
+    assert counters["placed_bytes"] > 0
+    assert counters["uploaded_bytes"] + counters["placed_bytes"] == llm.host_expert_bytes
+
+
 def test_without_a_cache_all_are_read() -> None:
     with LLM(tiny_source(), **OPTIONS, policy="spread") as llm:
         assert not any(llm.plan.placement.n_cached)

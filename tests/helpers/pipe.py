@@ -23,6 +23,7 @@ from overspill.kernels import Ops, ref
 from overspill.models.check import understand
 from overspill.models.specs.base import HParams
 from overspill.pipeline import weights
+from overspill.pipeline.expert_cache import ExpertCaches
 from overspill.pipeline.memory import Memory, Precision, Sizes
 from overspill.pipeline.reading import LoadMode
 from overspill.pipeline.recorded import Recorded
@@ -175,6 +176,7 @@ class Pipe:
     shape: Shape
     residence: Residence
     tally: SpreadTally | None
+    caches: ExpertCaches
 
     def schedule(self, order: Order, policy: Policy = Policy.ALL) -> WaveSchedule:
         """A schedule that uses the staging slots there are."""
@@ -197,6 +199,7 @@ class Pipe:
         self.runner.synchronize_host()
         for buffer in self.buffers():
             buffer.raw().reshape(-1).view(torch.uint8).fill_(0xFF)
+        self.caches.empty_host()
 
     def uploaded_bytes(self) -> list[int]:
         """Per accelerator."""
@@ -283,6 +286,7 @@ def pipe(
             assert StepRunner.serves(devices, layout, hp, tables)
             steps = StepRunner(devices, layout, memory, step_work, tables, n_threads=1)
         tally = SpreadTally(devices, memory, layout, loaded.host_experts) if hp.n_expert else None
+        caches = ExpertCaches(devices, memory, layout, hp.n_expert)
         runner = Runner(
             devices,
             layout,
@@ -291,12 +295,12 @@ def pipe(
             max_in_flight=max_in_flight,
             waits_on_host=waits_on_host,
             steps=steps,
-            tally=tally,
+            caches=caches,
         )
         n_bytes = sum(experts.n_bytes for experts in loaded.host_experts.values())
         for device in devices.all:
             device.reset_counters()
-        yield Pipe(runner, devices, layout, n_bytes, memory, shape, loaded.residence, tally)
+        yield Pipe(runner, devices, layout, n_bytes, memory, shape, loaded.residence, tally, caches)
     finally:
         devices.close()
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -202,3 +203,42 @@ def test_triton_fills_the_slots_that_are_named_and_no_others(type: TensorType) -
         assert stack_.shape[0] == n_slots
         assert torch.equal(stack_.data[[2, 0, 3]].cpu(), part.data[[0, 3, 6]])
         assert torch.all(stack_.data[1] == 99)
+
+
+@pytest.mark.parametrize("n_slices", [1, 2])
+@pytest.mark.parametrize("type", [TensorType.Q8_0, TensorType.Q4_K])
+def test_triton_places_whole_experts_and_leaves_the_others_alone(
+    type: TensorType, n_slices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of experts 1 to 5 of seven: 2 has no slot, of 3 a slice is missing where there are two."""
+    monkeypatch.setattr(spread, "_N_PLACING", 7)  # the interpreter takes long for a program, whatever it does
+    n_expert, n_slots, F, D, first, n = 7, 5 * n_slices, 512, 256, 1, 5
+    generator = torch.Generator().manual_seed(1)
+
+    def stack(n: int, rows: int, cols: int) -> QTensor:
+        raw = torch.randint(0, 256, (n * rows * type.row_bytes(cols),), generator=generator, dtype=torch.uint8)
+        return QTensor.from_bytes(raw, type, (n, rows, cols))
+
+    def spoilt(parts: tuple[QTensor, ...], device: torch.device) -> list[QTensor]:
+        return [QTensor(torch.full_like(q.data, 99, device=device), q.type, q.shape) for q in parts]
+
+    source = ExpertWeights(stack(n_expert, F, D), stack(n_expert, F, D), stack(n_expert, D, F))
+    state = empty(n_expert, n_slots, n_slices)
+    whole = [0, 1, 4, 5]
+    state.fills[[e * n_slices + i for e in whole for i in range(n_slices)]] = torch.arange(4 * n_slices).int().flip(0)
+    state.fills[3 * n_slices] = 4 * n_slices if n_slices > 1 else -1
+    state.slot_of.copy_(state.fills)
+    memory = torch.full((n_slots * sum(q.data[0].numel() for q in source.parts) + 192,), 77, dtype=torch.uint8)
+    kept = replace(ref.OPS.fill(source, state, memory, NO_VECTORS), slot_of=state.slot_of)
+    wanted = spoilt(tuple(q.rows(0, n) for q in source.parts), torch.device("cpu"))
+    ref.OPS.place(kept, wanted, first)
+    for got, part in zip(wanted, source.parts, strict=True):
+        for e in range(first, first + n):
+            assert torch.equal(got[e - first].data, part[e].data if e in whole else torch.full_like(part[e].data, 99))
+
+    there = [QTensor(q.data.to(DEVICE), q.type, q.shape) for q in kept.parts]
+    target = spoilt(tuple(wanted), DEVICE)
+    spread.place(ExpertWeights(*there, state.slot_of.to(DEVICE), n_slices=n_slices), target, first)
+
+    for got, part in zip(target, wanted, strict=True):
+        assert torch.equal(got.data.cpu(), part.data)

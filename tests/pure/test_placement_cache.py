@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from overspill.errors import UserError
@@ -94,10 +96,27 @@ def test_flags_give_the_same_cache_again() -> None:
     assert again.n_cached == made.n_cached
 
 
+@pytest.mark.parametrize("moe_cache_mib", ["0", "400", "auto"])
+def test_prompts_expect_to_find_what_slots_hold(moe_cache_mib: str) -> None:
+    made = plan(moe_cache_mib=moe_cache_mib)
+    missing = 1 - sum(made.placement.n_cached) / (2 * N_EXPERT)
+    assert made.predicted.uploaded_bytes == pytest.approx(missing * N_LAYER * N_EXPERT * EXPERT)
+    assert made.schedule_for(128).n_cached == made.placement.n_cached
+    assert made.without_spread().schedule_for(128).n_cached == ()
+
+
+def test_a_prompt_that_its_uploads_bound_is_as_much_faster() -> None:
+    light = replace(SHAPE, flops_per_token=(1e6,) * N_LAYER, attention_flops=(0.0,) * N_LAYER)
+    plans = [plan(moe_cache_mib=mib, free_gib=(4,), policy="spread") for mib in ("0", "400")]
+    assert plans[1].placement.n_cached == (9,)
+    took = [replace(made, shape=light).prompt_us(128) for made in plans]
+    assert took[1] == pytest.approx(took[0] * 7 / N_EXPERT, rel=0.1)
+
+
 def test_steps_expect_fewer_experts_from_host_memory() -> None:
     made = plan(moe_cache_mib="auto")
     assert made.step_schedule(1).n_cached == made.placement.n_cached
     assert made.uncached(1).n_cached == ()
-    assert made.schedule.n_cached == ()
+    assert made.schedule.n_cached == made.placement.n_cached, "prompts go without what is kept"
     assert sum(n for _, n in made.uncached(1).shares[0]) == N_USED
     assert sum(n for _, n in made.step_schedule(1).shares[0]) == 1

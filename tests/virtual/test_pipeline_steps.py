@@ -79,7 +79,7 @@ def test_replayed_steps_with_cached_experts_give_the_same_bits(
             prefill(p, PROMPTS)
             if has_steps:
                 decode(p, Policy.SPREAD, n_sequences)
-            p.tally.empty_caches_host()
+            p.caches.empty_host()
             p.tally.reset_host()
             results.append(torch.cat(decode(p, Policy.SPREAD, n_sequences)))
             counts.append(p.tally.read_host())

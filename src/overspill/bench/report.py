@@ -30,6 +30,7 @@ def as_record(result: Result) -> dict[str, Any]:
         "grain": result.llm["grain"],
         "n_wave": result.llm["n_wave"],
         "uploaded_bytes": counters["uploaded_bytes"],
+        "placed_bytes": counters["placed_bytes"],
         "experts": counters["experts"],
         "busy": counters["busy"],
         "upload_gbps": counters["upload_gbps"],

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from overspill.kernels.sharing import Divide, Fetch, Fill, LookUp, Mail
+from overspill.kernels.sharing import Divide, Fetch, Fill, LookUp, Mail, Place
 from overspill.quant.experts import Activation, ExpertWeights
 from overspill.quant.panels import Panels
 from overspill.quant.q8_rows import TORCH_ROWS, Q8Rows
@@ -259,7 +259,7 @@ class Ops:
 
     embed: rows of a `[V, D]` weight for ids `[T]` -> float32 `[T, D]`.
     divide, fetch: experts of few tokens that several devices compute. look_up, fill: the same with some of them in
-    slots of the owner.
+    slots of the owner. place: those that many tokens find there.
     linear: `x [T, K]`, weight `[N, K]` -> `[T, N]`.
     linear_heads: a matrix for each head: `x [T, H, K]`, weight `[H, N, K]` -> `[T, H, N]`.
     rms_norm: `x [..., D]`, weight `[D]`, eps -> x / sqrt(mean(x^2) + eps) * weight.
@@ -293,6 +293,7 @@ class Ops:
     fetch: Fetch
     look_up: LookUp
     fill: Fill
+    place: Place
     widen: Callable[[ExpertWeights, ExpertWeights], None] | None = None
     plain: Callable[[QTensor, QTensor], None] | None = None
     interleave: Callable[[QTensor, Panels], None] | None = None

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from overspill.gguf.types import TensorType
 from overspill.kernels import AttentionWeights, Ops, RouterWeights, TokenAttention, TokenExperts, TokenRouter, ref
 from overspill.kernels import numba as fast
-from overspill.kernels.expert_cache import fill, look_up
+from overspill.kernels.expert_cache import fill, look_up, place
 from overspill.kernels.spread import divide, fetch
 from overspill.quant.experts import Activation, ExpertWeights, sliced
 from overspill.quant.qtensor import QTensor
@@ -227,6 +227,7 @@ OPS = Ops(
     fetch=fetch,
     look_up=look_up,
     fill=fill,
+    place=place,
     experts=experts,
     interleave=fast.interleave if fast.HAS_BYTE_PRODUCTS else None,
     prepare_heads=prepare_heads,

@@ -8,6 +8,7 @@ not come back is the coldest soon. Slots 0 ... n - 1 are those in use, so the ne
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -16,6 +17,7 @@ from overspill.gpu_memory import MAX_SLICES
 from overspill.kernels.sharing import CacheState, Shares
 from overspill.kernels.spread import PARTS_OF_ONE, bounds, put_slices, stacks_in
 from overspill.quant.experts import ExpertVectors, ExpertWeights
+from overspill.quant.qtensor import QTensor
 
 HEAT_OF_USE: Final = 1 << 10
 HEAT_DECAY: Final = 7
@@ -82,3 +84,17 @@ def fill(source: ExpertWeights, state: CacheState, memory: torch.Tensor, vectors
     (wanted,) = torch.nonzero(state.fills >= 0, as_tuple=True)
     put_slices(source, wanted.tolist(), stacks, state.fills[wanted].tolist(), state.n_slices)
     return ExpertWeights(*stacks, state.slot_of.numpy(), vectors, state.n_slices)
+
+
+def place(kept: ExpertWeights, target: Sequence[QTensor], first: int) -> None:
+    """`kernels.Place`."""
+    n, n_slices = target[0].shape[0], kept.n_slices
+    slots = torch.as_tensor(kept.slot_of).view(-1, n_slices)[first : first + n].tolist()
+    for i, of_expert in enumerate(slots):
+        if min(of_expert) < 0:
+            continue
+        for part, stack in zip(target, kept.parts, strict=True):
+            is_down = stack is kept.down
+            rows = part.data[i].unflatten(1 if is_down else 0, (n_slices, -1))
+            for k, slot in enumerate(of_expert):
+                (rows[:, k] if is_down else rows[k]).copy_(stack.data[slot])

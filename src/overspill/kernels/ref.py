@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from overspill.kernels import Ops
-from overspill.kernels.expert_cache import fill, look_up
+from overspill.kernels.expert_cache import fill, look_up, place
 from overspill.kernels.spread import divide, fetch
 from overspill.quant.dequant import dequantize
 from overspill.quant.experts import DOWN, GATE, UP, Activation, ExpertWeights, sliced
@@ -169,5 +169,6 @@ OPS = Ops(
     fetch=fetch,
     look_up=look_up,
     fill=fill,
+    place=place,
     experts=experts,
 )

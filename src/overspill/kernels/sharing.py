@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from overspill.quant.experts import ExpertVectors, ExpertWeights
+from overspill.quant.qtensor import QTensor
 
 
 class Term(NamedTuple):
@@ -115,3 +116,13 @@ class Fill(Protocol):
     def __call__(
         self, source: ExpertWeights, state: CacheState, memory: torch.Tensor, vectors: ExpertVectors
     ) -> ExpertWeights: ...
+
+
+class Place(Protocol):
+    """Copy experts from their slots to where they stand in the file's order: those of which all slices lie in slots.
+
+    kept: what lies in slots, as `Fill` returns it. target: gate, up and down of some experts in a row, whole, from the
+    expert `first` on; what is not in slots stays as it is.
+    """
+
+    def __call__(self, kept: ExpertWeights, target: Sequence[QTensor], first: int) -> None: ...

@@ -43,6 +43,7 @@ class Verb(StrEnum):
     ATTEND = "attend"
     READ_IDS = "read_ids"
     UPLOAD = "upload"
+    PLACE = "place"
     WIDEN = "widen"
     EXPERTS = "experts"
     DIVIDE = "divide"
@@ -61,7 +62,7 @@ class Action:
 
     layer, last_layer: the layers computed. slab: index into the layer's slabs. slot: staging slot (or logits buffer
     of OUTPUT and DOWNLOAD). source: where a hand-off comes from. chunk: which rows of the outputs, or which tile of a
-    hand-off through the host. shares: of DIVIDE. n_slices: of DIVIDE and SHARE, see `ExpertWeights`.
+    hand-off through the host. shares: of DIVIDE. n_slices: of DIVIDE, SHARE and PLACE, see `ExpertWeights`.
     """
 
     verb: Verb
@@ -107,8 +108,8 @@ class WaveSchedule:
 
     widen: dequantise each staged slab once, before the ubatches use it (devices whose kernels want that).
     shares: for SPREAD, by the number of the device that owns a layer. n_cached: likewise, how many of its experts the
-    device keeps; none where it is empty. n_slices: into so many, experts are shared out. is_recorded: work of prompts
-    is replayed where it was there before.
+    device keeps, none where it is empty: SPREAD uses and changes them, and what goes up goes without them. n_slices:
+    into so many, experts are shared out and kept. is_recorded: work of prompts is replayed where it was there before.
     """
 
     order: Order

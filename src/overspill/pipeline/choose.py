@@ -22,7 +22,7 @@ from overspill.pipeline.lay_out import layout_of, with_detours, with_embedding
 from overspill.pipeline.schedule import Order, Policy, WaveSchedule
 from overspill.pipeline.simulate import Prediction, WaveShape, predict
 from overspill.pipeline.split import Layout
-from overspill.pipeline.spread import n_spread_tokens, owners_of, spread
+from overspill.pipeline.spread import n_kept_slices, n_spread_tokens, owners_of, spread
 from overspill.pipeline.step_budget import with_step_buffers
 from overspill.placement.budget import NO_NEEDS, KernelNeeds
 from overspill.placement.expert_cache import kept_bytes, slot_bytes, with_cache
@@ -70,7 +70,7 @@ class Plan:
 
     def without_spread(self) -> Plan:
         """For experts that accelerators cannot read themselves, because not all of them could be pinned."""
-        return replace(self, n_spread_tokens=0)
+        return replace(self, n_spread_tokens=0, schedule=replace(self.schedule, n_cached=()))
 
     def with_party_rates(self, rates: tuple[PartyRates, ...], source: str) -> Plan:
         """For shares by these rates of the machine's devices."""
@@ -260,6 +260,9 @@ def _plan(
     usual = Policy.ALL if policy in (None, Policy.SPREAD) else policy
     widens = needs.wide_value_bytes > 0
     schedule = WaveSchedule(order, usual, options.n_staging_slots, widens, is_recorded=is_recorded)
+    if any(placement.n_cached):
+        n_slices = n_kept_slices(shape, layout, spreads_alone=needs.spreads_alone)
+        schedule = replace(schedule, n_cached=placement.n_cached, n_slices=n_slices)
     reference = WaveShape.of_prompt(min(REFERENCE_PROMPT, placement.n_ctx, placement.n_wave), n_ubatch)
     predicted = predict(shape, machine, layout, reference, schedule)
     in_flight = options.max_in_flight or DEFAULT_IN_FLIGHT

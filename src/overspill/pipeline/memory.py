@@ -6,6 +6,7 @@ case is known to fit when loading ends.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -96,6 +97,9 @@ class Memory:
             self._add_spread(layout, n_spread_tokens)
         for i_layer, n_bytes in cache_bytes.items():
             self._add_cache(i_layer, layout.layer_device[i_layer], n_bytes)
+        for i_device, n in Counter(layout.layer_device[i] for i in cache_bytes).items():
+            known = devices.host.allocate_pinned(n * hp.n_expert * MAX_SLICES * 4, name=f"host_cached{i_device}")
+            self._buffers["host_cached", i_device] = (known,)
         for i_device, plan in enumerate(staging):
             if plan is not None:
                 self._add_staging(i_device, plan)

@@ -2,9 +2,10 @@
 
 The only place that orders streams. One host thread issues the actions of a schedule; for each one the ledger says
 which events its stream must wait for, then the work is given to the stream and an event recorded. The host blocks in
-five places, all named: when it copies slots, when it reads logits, when it reads router ids (policy `selected`), before
-it overwrites the inputs of an earlier wave that have not gone up, and in the throttle that bounds how far it runs ahead
-(and between devices, where a user who looks for a fault asks for it).
+six places, all named: when it copies slots, when it reads logits, when it reads router ids (policy `selected`), when a
+prompt after steps asks what lies in expert caches, before it overwrites the inputs of an earlier wave that have not
+gone up, and in the throttle that bounds how far it runs ahead (and between devices, where a user who looks for a fault
+asks for it).
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from overspill.cache.images import Load, Save
 from overspill.cache.states import StateGuard
 from overspill.device.base import Devices, Event, Stream
 from overspill.device.lane import Lane
+from overspill.pipeline.expert_cache import ExpertCaches
 from overspill.pipeline.images import SlotImages
 from overspill.pipeline.ledger import Ledger, Resource, StreamId
 from overspill.pipeline.memory import Memory
 from overspill.pipeline.schedule import Action, Order, Policy, Verb, WaveSchedule, actions
 from overspill.pipeline.split import Layout
-from overspill.pipeline.spread_tally import SpreadTally
+from overspill.pipeline.staging import NOTHING_HELD
 from overspill.pipeline.steps import StepRunner
 from overspill.pipeline.wave import Ubatch, Wave
 from overspill.pipeline.work import Work
@@ -38,12 +40,16 @@ _LISTS_KEPT = 8
 
 @dataclass
 class RunCounters:
-    """What a runner has done since the last reset. n_spread_tokens: of waves whose experts were spread."""
+    """What a runner has done since the last reset.
+
+    n_spread_tokens: of waves whose experts were spread. placed_bytes: of experts that lay in caches and did not go up.
+    """
 
     n_waves: int = 0
     n_ubatches: int = 0
     n_tokens: int = 0
     n_spread_tokens: int = 0
+    placed_bytes: int = 0
     wall_us: float = 0.0
 
 
@@ -60,8 +66,8 @@ class Runner:
     """Runs waves of one model on its devices. Not for several threads.
 
     waits_on_host: the host waits for each event of one device that a stream of another waits for. It costs all overlap
-    of devices, and shows whether they fail to wait for each other. tally: its caches are emptied after a wave that
-    ended in the middle, because what was to be fetched may not have been.
+    of devices, and shows whether they fail to wait for each other. caches: emptied after a wave that ended in the
+    middle, because what was to be fetched may not have been.
     """
 
     def __init__(
@@ -74,7 +80,7 @@ class Runner:
         max_in_flight: int,
         waits_on_host: bool = False,
         steps: StepRunner | None = None,
-        tally: SpreadTally | None = None,
+        caches: ExpertCaches | None = None,
     ) -> None:
         self.counters = RunCounters()
         self._devices = devices
@@ -94,7 +100,7 @@ class Runner:
         self._states = StateGuard()
         self._images = SlotImages(devices, layout, memory, work.hparams)
         self._steps = steps
-        self._tally = tally
+        self._caches = caches
         self._is_interrupted = False
 
     def run(
@@ -121,8 +127,8 @@ class Runner:
         self._in_flight.clear()
         self._downloads.clear()
         self._ids_asked.clear()
-        if self._tally is not None:
-            self._tally.empty_caches_host()
+        if self._caches is not None:
+            self._caches.empty_host()
 
     def _run(self, wave: Wave, schedule: WaveSchedule, gives_up: Callable[[], None]) -> list[torch.Tensor]:
         started = time.perf_counter()
@@ -131,13 +137,14 @@ class Runner:
         if self._memory.has_states:
             for segment in (s for u in ubatches for s in u.segments):
                 self._states.advance(segment)
+        held = NOTHING_HELD if self._caches is None else self._caches.held_host(schedule)
         if self._steps is not None and self._steps.suits(wave, schedule):
             self._join_lanes_host()
             results = self._steps.run_host(wave, schedule)
             self._count(wave, schedule, time.perf_counter() - started)
             return results
         results = [torch.empty(len(u.output_rows), self._memory.n_vocab) for u in ubatches]
-        self._work.begin_wave(ubatches)
+        self._work.begin_wave(ubatches, held)
         self._write_inputs_host(ubatches)
         for action in self._actions(schedule, ubatches):
             if action.verb in _ITEMS:
@@ -222,7 +229,9 @@ class Runner:
         self._work.give(action, stream, ubatches)
         event = stream.record()
         self._remember(event)
-        if action.verb is Verb.DOWNLOAD:
+        if action.verb is Verb.PLACE:
+            self.counters.placed_bytes += self._work.staging.placed_bytes(action)
+        elif action.verb is Verb.DOWNLOAD:
             n_rows = len(self._work.output_rows(ubatches[action.ubatch], action.chunk))
             self._downloads.append(_Download(action, event, n_rows))
         elif action.verb in _ITEMS:
@@ -261,7 +270,7 @@ class Runner:
             n = ubatches[m].n_tokens * self._memory.n_expert_used
             chosen.update(buffer.host_tensor.view(torch.int32)[:n].tolist())
         self._ids_asked.clear()
-        self._work.select(i_layer, chosen)
+        self._work.staging.select(i_layer, chosen)
 
     def _read_logits_host(self, results: list[torch.Tensor]) -> None:
         done = self._downloads.popleft()

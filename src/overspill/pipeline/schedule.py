@@ -187,7 +187,7 @@ class _Emitter:
         helpers = [party for party, _ in shares[1:]]
         routed = tuple((name, owner, m) for name in ("route", "who"))
         stream = StreamId(owner, Lane.COMPUTE)
-        kept: tuple[Resource, ...] = (("cache", layer),) if any(self._schedule.n_cached[owner : owner + 1]) else ()
+        kept = self._kept(split)
         writes, n_slices = (*routed[1:], ("tally", owner), *kept), self._schedule.n_slices
         yield Action(Verb.DIVIDE, stream, routed[:1], writes, layer=layer, ubatch=m, shares=shares, n_slices=n_slices)
         for p in helpers:
@@ -235,6 +235,10 @@ class _Emitter:
         for i_slab in range(len(self._layout.slabs[split.first])):
             yield from self._slab(split, i_slab, group)
 
+    def _kept(self, split: Split) -> tuple[Resource, ...]:
+        """The experts of a split's layer that its device keeps."""
+        return (("cache", split.first),) if any(self._schedule.n_cached[split.device : split.device + 1]) else ()
+
     def _policy(self, i_layer: int) -> Policy:
         return Policy.ALL if i_layer in self._layout.mixed else self._schedule.policy
 
@@ -262,6 +266,9 @@ class _Emitter:
         self._n_used[device] += 1
         weights: Resource = ("slot", device, slot)
         stream = StreamId(device, Lane.COMPUTE)
+        if kept := self._kept(split):
+            n, where = self._schedule.n_slices, (weights,)
+            yield Action(Verb.PLACE, stream, kept, where, layer=i_layer, slab=i_slab, slot=slot, n_slices=n)
         if self._schedule.widen:
             yield Action(Verb.WIDEN, stream, (weights,), (("wide", device),), layer=i_layer, slab=i_slab, slot=slot)
             weights = ("wide", device)

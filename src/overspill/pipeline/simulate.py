@@ -140,6 +140,8 @@ class _Costs:
                 return _LAUNCH_US + self._share_us(action)
             case Verb.DIVIDE | Verb.ADD:
                 return 0.0
+            case Verb.PLACE:
+                return _LAUNCH_US + self._place_us(action)
             case Verb.WIDEN:
                 return _LAUNCH_US + self._slab_bytes(action) * 3 / self._rate_gbps(action.device) / 1e3
             case Verb.OUTPUT:
@@ -165,7 +167,13 @@ class _Costs:
         return self._shape.expert_bytes(action.layer) * self._n_experts_in(action)
 
     def _upload_us(self, action: Action) -> float:
-        return self._slab_bytes(action) / self._link_gbps[action.device] / 1e3
+        n_bytes = self._slab_bytes(action) * missed(self._schedule, self._shape, action.device)
+        return n_bytes / self._link_gbps[action.device] / 1e3
+
+    def _place_us(self, action: Action) -> float:
+        """Read and written."""
+        n_bytes = self._slab_bytes(action) * (1.0 - missed(self._schedule, self._shape, action.device))
+        return 2 * n_bytes / self._rate_gbps(action.device) / 1e3
 
     def _hand_off_us(self, action: Action) -> float:
         n_bytes = 4 * self._shape.x_dim * self._wave.n_tokens[action.ubatch] * len(action.reads)
@@ -260,7 +268,10 @@ def predict(shape: ModelShape, machine: Machine, layout: Layout, wave: WaveShape
             busy[t.action.device] = busy.get(t.action.device, 0.0) + (t.end_us - t.start_us) / total
     uploads = [t.action for t in timed if t.action.verb is Verb.UPLOAD]
     uploaded = sum(
-        shape.expert_bytes(a.layer) * layout.slabs[a.layer][a.slab].n_experts / shape.n_expert for a in uploads
+        shape.expert_bytes(a.layer)
+        * (layout.slabs[a.layer][a.slab].n_experts / shape.n_expert)
+        * missed(schedule, shape, a.device)
+        for a in uploads
     )
     return Prediction(total, uploaded, busy)
 
@@ -299,6 +310,7 @@ _LETTERS = {
     Verb.ATTEND: "A",
     Verb.READ_IDS: "i",
     Verb.UPLOAD: "U",
+    Verb.PLACE: "P",
     Verb.WIDEN: "W",
     Verb.EXPERTS: "X",
     Verb.DIVIDE: "d",

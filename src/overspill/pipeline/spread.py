@@ -36,9 +36,9 @@ def spread(
     spreads_alone: see `KernelNeeds`.
     """
     owners, n_met = owners_of(layout), n_experts_met(shape.n_expert, shape.n_expert_used, n_tokens)
-    # What devices keep was cut once and for all; beside one link alone there is nobody to give a half to.
-    has_few = len(owners) > 1 and not spreads_alone if any(schedule.n_cached) else n_met <= _FEW_EXPERTS
-    n_slices = shape.n_expert_slices if has_few else 1
+    n_slices = shape.n_expert_slices if n_met <= _FEW_EXPERTS else 1
+    if any(schedule.n_cached):
+        n_slices = n_kept_slices(shape, layout, spreads_alone=spreads_alone)
     shares: list[Shares] = []
     for owner in range(layout.n_accelerators):
         others = () if spreads_alone else tuple(p for p in owners if p != owner)
@@ -55,6 +55,12 @@ def spread(
         else:
             shares.append(())
     return replace(schedule, policy=Policy.SPREAD, shares=tuple(shares), n_slices=n_slices)
+
+
+def n_kept_slices(shape: ModelShape, layout: Layout, *, spreads_alone: bool) -> int:
+    """Into so many, experts are cut that devices keep, once and for all: beside one link alone there is nobody to give
+    a half to."""
+    return shape.n_expert_slices if len(owners_of(layout)) > 1 and not spreads_alone else 1
 
 
 def owners_of(layout: Layout) -> list[int]:

@@ -5,15 +5,16 @@ The kernel that shares out a layer's experts counts them, a row for each layer; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from overspill.device.base import Buffer, Devices, Event
+from overspill.device.base import Buffer, Devices
 from overspill.device.lane import Lane
 from overspill.gpu_memory import MAX_SLICES
+from overspill.pipeline.expert_cache import fill_host, wait_host
 from overspill.pipeline.memory import Memory
 from overspill.pipeline.split import Layout
 from overspill.pipeline.upload import HostExperts
@@ -55,7 +56,7 @@ def _share(n: int, n_others: int) -> float:
 
 
 class SpreadTally:
-    """The tallies of all devices that own layers with host experts, and the caches' state; both empty at first."""
+    """The tallies of all devices that own layers with host experts; empty at first."""
 
     def __init__(
         self,
@@ -70,17 +71,11 @@ class SpreadTally:
         self._expert_bytes = {i: experts.n_bytes // experts.n_experts for i, experts in host_experts.items()}
         self._owners = sorted({layout.layer_device[i] for i in self._expert_bytes})
         self._on_host = {i: memory["host_tally", i][0] for i in self._owners}
-        self.empty_caches_host()
         self.reset_host()
-
-    def empty_caches_host(self) -> None:
-        """Forget what lies in the caches."""
-        states = [(self._layout.layer_device[i], self._memory.any_of(("cache", i))[1:]) for i in self._expert_bytes]
-        self._fill_host([(i_device, state) for i_device, found in states for state in found], -1)
 
     def reset_host(self) -> None:
         """Count from now on."""
-        self._fill_host([(i, self._tally(i)) for i in self._owners], 0)
+        fill_host(self._devices, [(i, self._tally(i)) for i in self._owners], 0)
 
     def read_host(self) -> SpreadCounts:
         """What was counted; waits for the devices."""
@@ -108,23 +103,6 @@ class SpreadTally:
             self._devices.all[i].stream(Lane.COMPUTE).copy(
                 target, self._tally(i), n_bytes=target.n_bytes, label="read tally"
             )
-        self._wait_host(list(self._on_host))
+        wait_host(self._devices, self._on_host)
         n = self._layout.n_layer
         return {i: b.host_tensor.view(torch.int64).view(n, -1).tolist() for i, b in self._on_host.items()}
-
-    def _fill_host(self, buffers: Sequence[tuple[int, Buffer]], value: int) -> None:
-        for i, buffer in buffers:
-            self._devices.all[i].stream(Lane.COMPUTE).launch(_filling(buffer, value), label="empty", writes=(buffer,))
-        self._wait_host([i for i, _ in buffers])
-
-    def _wait_host(self, i_devices: Sequence[int]) -> None:
-        events: list[Event] = [self._devices.all[i].stream(Lane.COMPUTE).record() for i in {*i_devices}]
-        for event in events:
-            event.wait_host()
-
-
-def _filling(buffer: Buffer, value: int) -> Callable[[], None]:
-    def body() -> None:
-        buffer.tensor.fill_(value)
-
-    return body

@@ -13,6 +13,7 @@ from overspill.models.base import UbatchView
 from overspill.pipeline.host_share import HostShare
 from overspill.pipeline.ledger import Resource
 from overspill.pipeline.schedule import Action
+from overspill.pipeline.staging import NOTHING_HELD, Held
 from overspill.pipeline.wave import MAX_STEP_TOKENS, STEP_HEADER_WORDS, STEP_ROWS, Ubatch
 from overspill.pipeline.work import Work
 
@@ -47,8 +48,8 @@ class StepWork(Work):
     inputs: dict[int, Buffer]
     _latest: dict[Resource, list[torch.Tensor]]
 
-    def begin_wave(self, ubatches: Sequence[Ubatch] = ()) -> None:
-        super().begin_wave(ubatches)
+    def begin_wave(self, ubatches: Sequence[Ubatch] = (), held: Held = NOTHING_HELD) -> None:
+        super().begin_wave(ubatches, held)
         self._latest = {}
 
     def rows(self, resource: Resource, n_tokens: int) -> list[torch.Tensor]:

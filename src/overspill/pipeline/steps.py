@@ -121,7 +121,7 @@ class StepRunner:
     def run_host(self, wave: Wave, schedule: WaveSchedule) -> list[torch.Tensor]:
         """Compute a step; logits as `Runner.run` gives them."""
         (ubatch,) = wave.ubatches
-        if self._pace is None or not any(schedule.n_cached):
+        if self._pace is None or schedule.policy is not Policy.SPREAD or not any(schedule.n_cached):
             return self._run_host(ubatch, schedule)
         results = self._run_host(ubatch, self._pace.chosen(schedule, ubatch.n_tokens))
         self._pace.note(ubatch.n_tokens, self._step_s)

@@ -20,6 +20,7 @@ _COLOURS = {
     "layers": "#4878a8",
     "experts": "#5fa55a",
     "widen": "#b4a03c",
+    "place": "#b4a03c",
     "upload": "#d08040",
     "hand_off": "#9467bd",
     "hand_down": "#9467bd",

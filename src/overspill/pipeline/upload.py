@@ -2,13 +2,14 @@
 
 In the slot its gate, up and down parts stand one behind the other, each
 from an aligned offset; in host RAM each part is one contiguous range of the stacked tensor, so a whole slab is three
-copies, and a slab of selected experts three per run of neighbours.
+copies, and a slab of which only some experts go up three per run of neighbours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -76,17 +77,33 @@ class HostExperts:
         return ExpertWeights(gate, up, down, vectors=self.vectors)
 
 
-def upload_parts(experts: HostExperts, ids: Sequence[int]) -> list[Part]:
-    """Copies that bring the experts `ids` (ascending) into a slot."""
+class Run(NamedTuple):
+    """Experts `first <= e < first + n`, one behind the other from place `at` of a slab on."""
+
+    at: int
+    first: int
+    n: int
+
+
+def runs_of(ids: Sequence[int], but: Collection[int] = ()) -> list[Run]:
+    """Neighbours among the experts `ids` (ascending) of a slab, as long as they get. but: without these."""
+    places = [at for at, e in enumerate(ids) if e not in but]
+    runs, start = [], 0
+    for i in range(1, len(places) + 1):
+        if i == len(places) or ids[places[i]] != ids[places[i - 1]] + 1:
+            runs.append(Run(places[start], ids[places[start]], i - start))
+            start = i
+    return runs
+
+
+def upload_parts(experts: HostExperts, ids: Sequence[int], held: Collection[int] = ()) -> list[Part]:
+    """Copies that bring the experts `ids` (ascending) into a slot, each to its place; held: but for these."""
     copies = []
-    base = 0
+    base, runs = 0, runs_of(ids, held)
     for part in experts.host_parts:
-        size, offset = part.expert_bytes, base
-        for first, last in _runs(ids):
-            n_bytes = (last - first) * size
-            copies.append(Part(part.buffer, first * size, offset, n_bytes))
-            offset += n_bytes
-        base = align(offset)
+        size = part.expert_bytes
+        copies += [Part(part.buffer, first * size, base + at * size, n * size) for at, first, n in runs]
+        base = align(base + len(ids) * size)
     return copies
 
 
@@ -149,12 +166,3 @@ def _slot_of(n_experts: int, ids: Sequence[int]) -> NDArray[np.int32]:
     slot_of = np.full(n_experts, -1, np.int32)
     slot_of[list(ids)] = np.arange(len(ids), dtype=np.int32)
     return slot_of
-
-
-def _runs(ids: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Maximal ranges `[first, last)` of consecutive numbers."""
-    start = 0
-    for i in range(1, len(ids) + 1):
-        if i == len(ids) or ids[i] != ids[i - 1] + 1:
-            yield ids[start], ids[i - 1] + 1
-            start = i

@@ -7,9 +7,8 @@ the ubatch's segments decide alone are recorded and replayed (`pipeline.recorded
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import torch
 
@@ -18,7 +17,6 @@ from overspill.cache.kv import KvCache
 from overspill.device.base import Buffer, Stream
 from overspill.gpu_memory import FEW_TOKENS
 from overspill.kernels import Ops
-from overspill.kernels.sharing import CacheState
 from overspill.models.base import HParams, Model, Routing, UbatchView, forward_layer
 from overspill.pipeline.copies import copy, hand_off, hand_tile, read_ids
 from overspill.pipeline.ledger import Resource
@@ -27,7 +25,8 @@ from overspill.pipeline.recorded import OfDevice, Recorded
 from overspill.pipeline.ring import PinnedRing
 from overspill.pipeline.schedule import Action, Verb
 from overspill.pipeline.split import Layout
-from overspill.pipeline.upload import HostExperts, staged, upload_parts, widened, widened_alike
+from overspill.pipeline.staging import NOTHING_HELD, Held, Staging
+from overspill.pipeline.upload import HostExperts, widened_alike
 from overspill.pipeline.wave import Ubatch
 from overspill.quant.experts import ExpertWeights
 
@@ -58,18 +57,17 @@ class Work:
         self._memory = memory
         self._host_experts = host_experts
         self._host_ops = host_ops
-        self._rings = rings
         self._tables = tables
-        self._slab_ids: dict[tuple[int, int], Sequence[int]] = {}
+        self.staging = Staging(model, layout, memory, host_experts, rings)
         # Made by the first work of a wave, on its device, that needs them.
         self._views: defaultdict[tuple[int, int], list[UbatchView]] = defaultdict(list)
         self._recorded = recorded
         self._caches: dict[int, KvCache] = {}
-        self._wide: dict[tuple[int, int, int], ExpertWeights] = {}
         self._compute: dict[Verb, Callable[[Action, Ubatch], _Body]] = {
             Verb.EMBED: self._embed,
             Verb.LAYERS: self._layers,
-            Verb.WIDEN: lambda action, _: self._widen(action),
+            Verb.PLACE: lambda action, _: self.staging.place(action),
+            Verb.WIDEN: lambda action, _: self.staging.widen(action),
             Verb.ATTEND: self._attend,
             Verb.EXPERTS: self._experts,
             Verb.DIVIDE: self._divide,
@@ -87,14 +85,14 @@ class Work:
         """Give an action to its stream."""
         make = self._compute.get(action.verb)
         if make is not None:
-            if action.slab < 0 or self._ids_of(action.layer, action.slab):
+            if self.staging.has_work(action):
                 self._launch(action, stream, make, ubatches[action.ubatch])
-            return  # nothing was uploaded where the experts selected have all found room in earlier slabs
+            return
         match action.verb:
             case Verb.INPUTS:
                 copy(self._memory, action, stream, len(ubatches) * 2 * self._memory.sizes.n_ubatch * 4)
             case Verb.UPLOAD:
-                self._upload(action, stream)
+                self.staging.upload(action, stream)
             case Verb.READ_IDS:
                 read_ids(self._memory, action, stream, ubatches[action.ubatch])
             case Verb.HAND_OFF:
@@ -127,7 +125,7 @@ class Work:
         """Of such work; None where it is always issued. Selected experts are never the same."""
         if self._recorded is None or action.verb not in _REPEATED or not stream.device.can_record:
             return None
-        if (action.layer, action.slab) in self._slab_ids:
+        if self.staging.is_selected(action):
             return None
         return self._recorded.on(action.device, stream.device, self._tables[action.device])
 
@@ -144,34 +142,20 @@ class Work:
         """Tiles of host memory that hidden states take on their way to a device that no direct copy reaches."""
         return -(-ubatch.n_tokens * self._memory.x_row_bytes // self._memory.tile_bytes)
 
-    def select(self, i_layer: int, ids: set[int]) -> None:
-        """From now on the layer's slabs hold these experts only, packed into as few slabs as possible."""
-        ordered = deque(sorted(ids))
-        for i_slab, slab in enumerate(self._layout.slabs[i_layer]):
-            n = min(slab.n_experts, len(ordered))
-            self._slab_ids[i_layer, i_slab] = [ordered.popleft() for _ in range(n)]
-
     def put_tokens(self, slot: int, ids: Sequence[int]) -> None:
         """A slot's first cells came from elsewhere; these are their tokens."""
         if ids:
             self._memory.history.add(ids, (Segment(slot, 0, len(ids)),))
 
-    def begin_wave(self, ubatches: Sequence[Ubatch] = ()) -> None:
+    def begin_wave(self, ubatches: Sequence[Ubatch] = (), held: Held = NOTHING_HELD) -> None:
         """Slabs hold the experts of the layout again, and nothing that depends on a former wave's positions is left.
 
-        ubatches: those that are about to be computed.
+        ubatches: those that are about to be computed. held: experts that need not go up.
         """
         if self._recorded is not None:
             self._recorded.begin_wave(ubatches)
-        self._slab_ids.clear()
+        self.staging.begin_wave(held)
         self._views = defaultdict(list)
-
-    def _ids_of(self, i_layer: int, i_slab: int) -> Sequence[int]:
-        chosen = self._slab_ids.get((i_layer, i_slab))
-        if chosen is not None:
-            return chosen
-        slab = self._layout.slabs[i_layer][i_slab]
-        return range(slab.first, slab.last)
 
     def _one(self, resource: Resource) -> Buffer:
         (buffer,) = self._memory[resource]
@@ -254,14 +238,8 @@ class Work:
         layer, experts = action.layer, self._host_experts[action.layer]
         if action.slab < 0:
             return lambda: self._add_experts(action, ubatch, experts.in_place(), self._host_ops)
-        ids = self._ids_of(layer, action.slab)
-        is_widened = ("wide", action.device) in action.reads
-
-        def body() -> None:
-            weights = self._widened(action, ids) if is_widened else self._staged(action, ids)
-            self._add_experts(action, ubatch, weights, self._model.ops(layer))
-
-        return body
+        weights, ops = self.staging.weights(action), self._model.ops(layer)
+        return lambda: self._add_experts(action, ubatch, weights(), ops)
 
     def _divide(self, action: Action, ubatch: Ubatch) -> Callable[[], None]:
         """Which party computes which of the experts that the ids name."""
@@ -272,7 +250,7 @@ class Work:
             tally = self._one(("tally", action.device)).tensor[layer]
             ids, who = self._routing(action, ubatch).ids, self._who(action)
             if keeps:
-                ops.look_up(ids, action.shares, who, tally, self._kept(action)[1], self._layout.host)
+                ops.look_up(ids, action.shares, who, tally, self.staging.kept(action)[1], self._layout.host)
             else:
                 ops.divide(ids, action.shares, who, tally, action.n_slices, self._layout.host)
 
@@ -282,13 +260,6 @@ class Work:
         """The party of each expert, or of each slice."""
         who = self._one(("who", action.device, action.ubatch)).tensor[0]
         return who[: self._host_experts[action.layer].n_experts * action.n_slices]
-
-    def _kept(self, action: Action) -> tuple[torch.Tensor, CacheState]:
-        """The slots of a layer's cache, and what is in them."""
-        slots, state = self._memory["cache", action.layer]
-        experts, n_slices = self._host_experts[action.layer], action.n_slices
-        known = state.tensor[:, : experts.n_experts * n_slices]
-        return slots.tensor, CacheState(experts.n_in(slots.n_bytes) * n_slices, n_slices, *known)
 
     def _share(self, action: Action, ubatch: Ubatch) -> Callable[[], None]:
         """A party's experts: the owner adds them to the hidden states, the others to what they send back."""
@@ -326,7 +297,7 @@ class Work:
     def _cached(self, action: Action, ubatch: Ubatch, ops: Ops) -> list[ExpertWeights]:
         """What lies in the owner's slots now, and, where they may be too few for a step, what found none."""
         source, vectors = self._host_experts[action.layer].in_place(), self._model.expert_vectors(action.layer)
-        slots, state = self._kept(action)
+        slots, state = self.staging.kept(action)
         kept = ops.fill(source, state, slots, vectors)
         hp = self._model.hparams
         most = min(hp.n_expert, ubatch.n_tokens * hp.n_expert_used) * state.n_slices
@@ -339,32 +310,6 @@ class Work:
             y = self._model.added_to(self._x(action, ubatch))
             for resource in action.reads[1:]:
                 y += self._one(resource).tensor[: ubatch.n_tokens]
-
-        return body
-
-    def _staged(self, action: Action, ids: Sequence[int]) -> ExpertWeights:
-        layer, slot = action.layer, self._one(("slot", action.device, action.slot))
-        resident = partial(self._model.resident_part, layer)
-        return staged(self._host_experts[layer], ids, slot.tensor, resident, self._model.expert_vectors(layer))
-
-    def _widened(self, action: Action, ids: Sequence[int]) -> ExpertWeights:
-        layer, wide = action.layer, self._one(("wide", action.device)).tensor
-        key = layer, action.slab, len(ids)
-        known = self._wide.get(key)
-        if known is None or isinstance(ids, list):
-            resident = partial(self._model.resident_part, layer)
-            known = widened(self._host_experts[layer], ids, wide, resident, self._model.expert_vectors(layer))
-            if not isinstance(ids, list):
-                self._wide[key] = known
-        return known
-
-    def _widen(self, action: Action) -> Callable[[], None]:
-        ids, ops = self._ids_of(action.layer, action.slab), self._model.ops(action.layer)
-        assert ops.widen is not None
-        widen = ops.widen
-
-        def body() -> None:
-            widen(self._staged(action, ids), self._widened(action, ids))
 
         return body
 
@@ -383,15 +328,3 @@ class Work:
             logits[: len(rows)].copy_(self._model.output(wanted))
 
         return body
-
-    def _upload(self, action: Action, stream: Stream) -> None:
-        ids = self._ids_of(action.layer, action.slab)
-        if ids:
-            slot = self._one(("slot", action.device, action.slot))
-            parts = upload_parts(self._host_experts[action.layer], ids)
-            pinned = [part for part in parts if part.src.is_pinned]
-            if pinned:
-                stream.upload(slot, pinned, label=action.label)
-            if len(pinned) < len(parts):
-                pageable = [part for part in parts if not part.src.is_pinned]
-                self._rings[action.device].upload(stream, slot, pageable, label=action.label)

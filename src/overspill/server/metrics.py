@@ -92,6 +92,7 @@ class Metrics:
         yield _gauge("overspill:pinned_bytes", "Bytes of experts in pinned host RAM", c["pinned_bytes"])
         yield _gauge("overspill:pageable_bytes", "Bytes of experts in pageable host RAM", c["pageable_bytes"])
         yield _counter("overspill:uploaded_bytes", "Bytes uploaded from host RAM", c["uploaded_bytes"])
+        yield _counter("overspill:placed_bytes", "Bytes of kept experts that prompts did not upload", c["placed_bytes"])
         yield _counter("overspill:handed_off_bytes", "Bytes from device to device", c["handed_off_bytes"])
         yield _counter("overspill:ubatches", "Micro-batches computed", c["ubatches"])
         yield _gauge("overspill:host_expert_bytes", "Bytes of experts in host RAM", c["host_expert_bytes"])

@@ -29,7 +29,7 @@ from overspill.kernels.triton.norm import rms_norm, swiglu
 from overspill.kernels.triton.q8_heads import prepare_q8_heads, prepare_q8_steps
 from overspill.kernels.triton.q8_rows import TritonRows
 from overspill.kernels.triton.routing import Choice, pick_experts, route
-from overspill.kernels.triton.spread import divide, fetch, fill
+from overspill.kernels.triton.spread import divide, fetch, fill, place
 from overspill.kernels.triton.steps import attend_steps, prepare_steps
 from overspill.kernels.triton.wide import plain_into, wide_bytes, widen, widen_into
 from overspill.kernels.triton.workspace import Workspace, workspace_bytes
@@ -145,6 +145,7 @@ def make_ops(
         fetch=fetch,
         look_up=look_up,
         fill=fill,
+        place=place,
         prepare_heads=prepare,
         prepare_steps=prepare_each,
         attend_steps=partial(attend_steps, dtype=dtype),

@@ -6,6 +6,7 @@ from `who`, and take the pieces of these in turn.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -20,6 +21,7 @@ from overspill.quant.experts import ExpertVectors, ExpertWeights
 from overspill.quant.qtensor import QTensor
 
 _N_PROGRAMS = 528
+_N_PLACING = 4 * _N_PROGRAMS
 _PIECE = 1024
 PAIRS = 16
 _FEW_PAIRS, _MANY_PAIRS = 256, 64
@@ -111,12 +113,53 @@ def _fetch(
 def _move(source, target, first, n, PIECE: tl.constexpr, ROW: tl.constexpr, SLICES: tl.constexpr):
     """ROW: words of a row; in the source, SLICES of them stand side by side."""
     at = first + tl.arange(0, PIECE)
-    there = at if SLICES == 1 else at // ROW * (ROW * SLICES) + at % ROW
-    tl.store(target + at, tl.load(source + there, mask=at < n, other=0), mask=at < n)
+    tl.store(target + at, tl.load(source + _beside(at, ROW, SLICES), mask=at < n, other=0), mask=at < n)
+
+
+@triton.jit
+def _move_back(source, target, first, n, PIECE: tl.constexpr, ROW: tl.constexpr, SLICES: tl.constexpr):
+    """The same where rows stand side by side in the target."""
+    at = first + tl.arange(0, PIECE)
+    tl.store(target + _beside(at, ROW, SLICES), tl.load(source + at, mask=at < n, other=0), mask=at < n)
+
+
+@triton.jit
+def _beside(at, ROW: tl.constexpr, SLICES: tl.constexpr):
+    return at if SLICES == 1 else at // ROW * (ROW * SLICES) + at % ROW
+
+
+@triton.jit(do_not_specialize=["first", "n"])
+def _place(
+    slot_of, gate_slots, up_slots, down_slots, gate, up, down, first, n,
+    GATE: tl.constexpr, UP: tl.constexpr, DOWN: tl.constexpr, DOWN_ROW: tl.constexpr, SLICES: tl.constexpr,
+    PIECE: tl.constexpr,
+):  # fmt: skip
+    """Of n experts from the first on, those whose slices all lie in slots. Words as for `_fetch`."""
+    gates: tl.constexpr = (GATE + PIECE - 1) // PIECE
+    ups: tl.constexpr = (UP + PIECE - 1) // PIECE
+    downs: tl.constexpr = (DOWN + PIECE - 1) // PIECE
+    pieces: tl.constexpr = gates + ups + downs
+    for i in range(tl.program_id(0), n * SLICES * pieces, tl.num_programs(0)):
+        mine = tl.full([], 0, tl.int64) + i // pieces
+        piece = i % pieces
+        slot = tl.load(slot_of + first * SLICES + mine).to(tl.int64)
+        least = slot
+        for k in tl.static_range(SLICES):
+            least = tl.minimum(least, tl.load(slot_of + (first + mine // SLICES) * SLICES + k).to(tl.int64))
+        if least >= 0:
+            if piece < gates:
+                _move_back(gate_slots + slot * GATE, gate + mine * GATE, piece * PIECE, GATE, PIECE, GATE, 1)
+            elif piece < gates + ups:
+                _move_back(up_slots + slot * UP, up + mine * UP, (piece - gates) * PIECE, UP, PIECE, UP, 1)
+            else:
+                start = (piece - gates - ups) * PIECE
+                target = down + mine // SLICES * (SLICES * DOWN) + mine % SLICES * DOWN_ROW
+                _move_back(down_slots + slot * DOWN, target, start, DOWN, PIECE, DOWN_ROW, SLICES)
 
 
 _divide_kernel = Kernel(_divide)
 _fetch_kernel = Kernel(_fetch)
+_place_kernel = Kernel(_place)
 
 
 def divide(
@@ -167,6 +210,14 @@ def fill(source: ExpertWeights, state: CacheState, memory: torch.Tensor, vectors
     return ExpertWeights(*stacks, state.slot_of, vectors, state.n_slices)
 
 
+def place(kept: ExpertWeights, target: Sequence[QTensor], first: int) -> None:
+    """`kernels.Place`."""
+    words, widths = _widths(kept.parts, kept.n_slices)
+    n, stacks = target[0].shape[0], [_words(part, words) for part in (*kept.parts, *target)]
+    n_programs = min(_N_PLACING, n * kept.n_slices * sum(cdiv(size, _PIECE) for size in widths[:3]))
+    _place_kernel((n_programs,), (kept.slot_of, *stacks, first, n), (*widths, _PIECE), Tuning(n_warps=4))
+
+
 def _move_experts(
     source: ExpertWeights,
     stacks: tuple[QTensor, QTensor, QTensor],
@@ -174,15 +225,19 @@ def _move_experts(
     slot_of: torch.Tensor | None,
     party: int,
 ) -> None:
-    n_all, row_bytes = len(which), stacks[2].data.shape[2]
-    n_slices = n_all // source.gate.shape[0]
-    words = _word_type([row_bytes, *(stack.data[0].numel() for stack in stacks)])
+    n_all = len(which)
+    words, widths = _widths(stacks, n_all // source.gate.shape[0])
     sources, rooms = ([_words(part, words) for part in parts] for parts in (source.parts, stacks))
-    sizes = [stack.data[0].numel() // words.itemsize for stack in stacks]
-    n_programs = min(_N_PROGRAMS, n_all * sum(cdiv(size, _PIECE) for size in sizes))
-    widths = (*sizes, row_bytes // words.itemsize, n_slices)
+    n_programs = min(_N_PROGRAMS, n_all * sum(cdiv(size, _PIECE) for size in widths[:3]))
     constants = (n_all, block_of(n_all), *widths, stacks[0].shape[0], _PIECE)
     _fetch_kernel((n_programs,), (which, *sources, *rooms, slot_of, party), constants, Tuning(n_warps=4))
+
+
+def _widths(stacks: Sequence[QTensor], n_slices: int) -> tuple[torch.dtype, tuple[int, ...]]:
+    """The words to move (slices of) experts in; such words of gate, up, down and a row of down of one; n_slices."""
+    row_bytes, sizes = stacks[2].data.shape[2], [stack.data[0].numel() for stack in stacks]
+    words = _word_type([row_bytes, *sizes])
+    return words, (*(n_bytes // words.itemsize for n_bytes in (*sizes, row_bytes)), n_slices)
 
 
 def _word_type(sizes: list[int]) -> torch.dtype:
