@@ -38,6 +38,7 @@ NO_TORCH = [
     "models/check.py",
     "cache/cells.py",
     "cache/images.py",
+    "cache/rings.py",
     "cache/states.py",
     "pipeline/wave.py",
     "pipeline/split.py",

@@ -84,7 +84,7 @@ def _with_sampling(command: Callable[..., None]) -> Callable[..., None]:
 
 def _flag(name: str) -> Any:
     option = typer.Option(*FLAGS[name], help=HELP[name], rich_help_panel="Machine and plan")
-    kinds = dict.fromkeys(("cpu_moe", "force_xdev_sync"), bool)
+    kinds = dict.fromkeys(("cpu_moe", "force_xdev_sync", "swa_full"), bool)
     kind: Any = {**kinds, "override_tensor": list[str] | None}.get(name, str | None)
     return Annotated[kind, option]
 

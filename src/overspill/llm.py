@@ -108,6 +108,7 @@ class LLM:
                 placed.n_ctx,
                 self.options.n_states,
                 needs(placed.n_ubatch).n_trials,
+                has_rings=not self.options.swa_full,
             )
             n_spread = self.plan.n_spread_tokens
             memory = Memory(
@@ -180,6 +181,7 @@ class LLM:
                 n_states=self.sizes.n_states if self.hparams.has_states else 0,
                 images=self._image_store(),
                 run_moves=self._run_moves,
+                rings=memory.rings,
                 pace=self._pace(),
             )
             on_failure.pop_all()

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from overspill.cache.cells import CellType
+from overspill.cache.cells import CellType, KvShape
 from overspill.errors import UserError
 from overspill.gguf.source import ModelSource
 from overspill.gguf.types import TensorType
@@ -87,6 +87,7 @@ def shape_for(
         specs,
         source.tensors,
         cells=cell_type(machine, options),
+        has_rings=not options.swa_full,
         widens_dense=widens_dense(machine, source, specs),
     )
 
@@ -102,7 +103,10 @@ def needs_on(
 ) -> Callable[[int], KernelNeeds]:
     """What the accelerators' kernels take, by the size of a ubatch."""
     cells = cell_type(machine, options)
-    host_read = 0 if cells is CellType.F32 else _cell_bytes(hp, CellType.F32)
+    shapes = [hp.kv_shape(i) for i in range(hp.n_layer)]
+    rings = [] if options.swa_full else [shape for shape in shapes if shape.reach is not None]
+    rows = shapes if options.swa_full else [shape for shape in shapes if shape.reach is None]
+    host_read = 0 if cells is CellType.F32 else _cell_bytes(rows, CellType.F32)
     if not has_gpus(machine):
         on = options.record_prompts == "on"
         needs = KernelNeeds(read_cell_bytes=host_read, host_read_cell_bytes=host_read, recordings=(on,))
@@ -115,7 +119,8 @@ def needs_on(
     widths = {"n_embd": hp.n_embd, "n_heads_dim": n_heads_dim, "n_kv_dim": hp.n_head_kv * hp.head_dim}
 
     def needs_of(n_ubatch: int) -> KernelNeeds:
-        temporary = temporary_bytes(n_ubatch, **widths, experts=experts)
+        temporary = temporary_bytes(n_ubatch, **widths, experts=experts) + _ring_bytes(rings, cells, n_ubatch)
+        temporary += 2 * n_heads_dim * n_ubatch * bool(rings)
         kept = kept_bytes(n_ubatch, n_embd=hp.n_embd, experts=experts)
         return KernelNeeds(
             wide_value_bytes=WIDE_VALUE_BYTES,
@@ -127,7 +132,7 @@ def needs_on(
             takes_steps=True,
             n_spread_tokens=MAX_SPREAD_TOKENS,
             spreads_alone=any(spec.name.endswith(("_exps.bias", "_exps.scale")) for spec in specs),
-            read_cell_bytes=_cell_bytes(hp, CellType.F16) if cells is CellType.Q8_0 else 0,
+            read_cell_bytes=_cell_bytes(rows, CellType.F16) if cells is CellType.Q8_0 else 0,
             host_read_cell_bytes=host_read,
             recordings=recordings,
             recording_bytes=temporary + MAX_RECORDED_LAYERS * RECORDED_LAYER_BYTES,
@@ -136,6 +141,13 @@ def needs_on(
     return needs_of
 
 
-def _cell_bytes(hp: HParams, type: CellType) -> int:
+def _cell_bytes(shapes: Sequence[KvShape], type: CellType) -> int:
     """Of the largest cell of a layer."""
-    return max(hp.kv_shape(i).cell_bytes(type) for i in range(hp.n_layer))
+    return max((shape.cell_bytes(type) for shape in shapes), default=0)
+
+
+def _ring_bytes(shapes: Sequence[KvShape], cells: CellType, n_ubatch: int) -> int:
+    """What is copied of a ring so that it follows each other, and decoded if it must be, for one layer."""
+    types = (cells, CellType.F16) if cells is CellType.Q8_0 else (cells,)
+    sizes = (sum(shape.cell_bytes(t) for t in types) * ((shape.reach or 0) + n_ubatch) for shape in shapes)
+    return max(sizes, default=0)

@@ -77,6 +77,9 @@ class Options:
     ctx_checkpoints: int = _option(
         3, "--ctx-checkpoints -ctxcp", "states kept per sequence to go on from, in models with recurrent layers"
     )
+    swa_full: bool = _option(
+        False, "--swa-full", "layers that see a window keep all positions, so that prompts are cut back to any of them"
+    )
     prefix_reuse: str = _option(
         "any-point",
         "--prefix-reuse",

@@ -19,7 +19,7 @@ def opened(case: Case, devices: str, n_ctx: int = 512, **options: object) -> LLM
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_greedy_tokens_now_and_again(case: Case, devices: str) -> None:
     """The second time most of the prompt is there already."""
-    with opened(case, devices, cpu_moe=case.name != "qwen35") as llm:
+    with opened(case, devices, cpu_moe=case.name != "qwen35", swa_full=True) as llm:
         for prompt, n_cached in ((1, 128), (0, 32), (2, 16)):
             ids, expected = case.expected(f"input_ids_{prompt}").tolist(), case.expected(f"hf_greedy_{prompt}").tolist()
             for n in (0, n_cached):

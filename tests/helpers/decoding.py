@@ -10,6 +10,7 @@ from overspill.pipeline.wave import Segment, Ubatch, Wave
 from tests.models.fixtures import Case
 
 N_SLOTS, N_CELLS, N_UBATCH = 3, 144, 64
+LONG_CELLS, LONG_UBATCH, LONG_PROMPTS = 80, 8, (30, 3, 17)
 
 
 def ubatch(*pieces: tuple[Sequence[int], Segment]) -> Ubatch:
@@ -40,3 +41,17 @@ def decoded(run: Callable[[Wave], list[torch.Tensor]], case: Case) -> torch.Tens
     for wave in prompts:
         run(wave)
     return torch.cat([rows for wave in steps for rows in run(wave)])
+
+
+def long_waves(case: Case) -> list[Wave]:
+    """Prompts of three lengths in ubatches of eight, then steps of all three up to the end of the longest's cells."""
+    texts = [case.expected("input_ids_1").tolist()[i : i + LONG_CELLS] for i in range(3)]
+    found = []
+    for slot, n in enumerate(LONG_PROMPTS):
+        cuts = [(i, min(LONG_UBATCH, n - i)) for i in range(0, n, LONG_UBATCH)]
+        found.append(Wave(tuple(ubatch((texts[slot], Segment(slot, *cut))) for cut in cuts)))
+    n_steps = LONG_CELLS - max(LONG_PROMPTS)
+    return found + [
+        Wave((ubatch(*((texts[slot], Segment(slot, n + i, 1)) for slot, n in enumerate(LONG_PROMPTS))),))
+        for i in range(n_steps)
+    ]

@@ -74,7 +74,8 @@ def recording() -> Iterator[None]:
 def _prepare(q, k, v, caches, steps, angles, gains, *, eps, is_interleaved) -> torch.Tensor:  # type: ignore[no-untyped-def]
     assert OPS.prepare_heads is not None
     rows = []
-    for t, (slot, cell) in enumerate(zip(*(x.tolist() for x in steps), strict=True)):
+    for t, (slot, position) in enumerate(zip(*(x.tolist() for x in steps), strict=True)):
+        cell = position % caches[0].shape[2]
         row, cells = slice(t, t + 1), tuple(cache[slot, :, cell : cell + 1] for cache in caches)
         turned = tuple(angle[row] for angle in angles)
         rows.append(
@@ -100,7 +101,8 @@ def _attend(
     rows = []
     for t, (slot, position) in enumerate(zip(*(x.tolist() for x in steps), strict=True)):
         first = 0 if chunk is None else position // chunk * chunk
-        cells = slice(first if window is None else max(first, position - window + 1), position + 1)
+        first = first if window is None else max(first, position - window + 1)
+        cells = torch.arange(first, position + 1) % k.shape[2]
         heads = q[t : t + 1], k[slot, :, cells], v[slot, :, cells]
         rows.append(OPS.attention(*heads, scale=scale, window=window, sinks=sinks))
     return torch.cat(rows)

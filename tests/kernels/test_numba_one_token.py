@@ -77,6 +77,23 @@ def test_attention_of_one_token_has_the_bits_of_its_ops(name: str) -> None:
         assert torch.equal(x, before)
 
 
+@pytest.mark.parametrize("n_ring", [5, 6, 37])
+def test_cells_of_a_ring_give_the_bits_of_cells_in_a_row(n_ring: int) -> None:
+    w = weights(window=5, sinks=torch.linspace(-1, 1, H))
+    attend = cpu.token_attention(w)
+    assert attend is not None
+    for position in (0, 4, 5, n_ring - 1, n_ring, n_ring + 1, 2 * n_ring - 2, C - 1):
+        x, keys, values, angles = inputs(position)
+        rings = [torch.full((G, n_ring, dim), torch.nan) for dim in (A, B)]
+        for p in range(max(0, position - n_ring), position):
+            for ring, cells in zip(rings, (keys, values), strict=True):
+                ring[:, p % n_ring] = cells[:, p]
+        expected = one_by_one(w, x, keys, values, position, angles)
+        assert torch.equal(attend(x, *rings, position, angles), expected)
+        assert torch.equal(rings[0][:, position % n_ring], keys[:, position])
+        assert torch.equal(rings[1][:, position % n_ring], values[:, position])
+
+
 def test_cells_of_another_cache_are_found() -> None:
     w = weights()
     attend = cpu.token_attention(w)

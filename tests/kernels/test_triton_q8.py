@@ -62,13 +62,14 @@ def test_rows_are_those_of_the_format(n: int) -> None:
 
 @pytest.mark.parametrize("n", [48, 128])
 def test_steps_write_their_own_cells(n: int) -> None:
-    x, steps = normal(3, 2, n, seed=n), steps_of([2, 0, 1], [0, 7, 4])
+    x, steps = normal(3, 2, n, seed=n), steps_of([2, 0, 1], [0, 7, 3 * 8 + 4])
     wanted = torch.zeros(3, 2, 8, row_bytes(n), dtype=torch.uint8, device=DEVICE)
     got = wanted.clone()
     TORCH_ROWS.put_steps(x, wanted, *steps)
     triton_rows().put_steps(x, got, *steps)
     assert torch.equal(got, wanted)
     assert torch.equal(got[0, :, 7], encode(x[1]))
+    assert torch.equal(got[1, :, 4], encode(x[2]))
 
 
 @pytest.mark.parametrize("is_interleaved", [False, True])

@@ -7,6 +7,7 @@ import torch
 
 from overspill.kernels import Steps, ref
 from overspill.letter_room import FLAG_STRIDE
+from overspill.quant.q8_rows import encode
 
 from tests.helpers.triton_device import DEVICE  # isort: skip
 
@@ -49,6 +50,27 @@ def test_each_token_attends_to_its_own_sequence(
         torch.testing.assert_close(out[t : t + 1], wanted, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("is_q8", [False, True])
+@pytest.mark.parametrize(("n_ring", "window", "chunk"), [(7, 7, None), (12, 9, None), (90, 70, None), (13, None, 8)])
+def test_cells_of_a_ring_give_the_bits_of_cells_in_a_row(
+    n_ring: int, window: int | None, chunk: int | None, is_q8: bool
+) -> None:
+    from overspill.kernels.triton.steps import attend_steps
+
+    slots, positions, n_kv, n = [2, 0, 1], [5, 151, 2 * n_ring], 2, 200
+    cells = [_random(3, n_kv, n, 32, seed=i) for i in (1, 2)]
+    cells = [encode(x) for x in cells] if is_q8 else cells
+    rings = [torch.full_like(x[:, :, :n_ring], 0 if is_q8 else torch.nan) for x in cells]
+    for slot, position in zip(slots, positions, strict=True):
+        for p in range(max(0, position - n_ring + 1), position + 1):
+            for ring, x in zip(rings, cells, strict=True):
+                ring[slot, :, p % n_ring] = x[slot, :, p]
+    q, sinks = _random(3, 4, 32, seed=3), _random(4, seed=4)
+    steps = Steps(*(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (slots, positions)))
+    how = {"scale": 0.3, "window": window, "chunk": chunk, "sinks": sinks, "dtype": torch.float32}
+    assert torch.equal(attend_steps(q, *rings, 32, steps, **how), attend_steps(q, *cells, 32, steps, **how))
+
+
 def test_values_may_be_channels_of_keys() -> None:
     from overspill.kernels.triton.steps import attend_steps
 
@@ -68,7 +90,7 @@ def test_heads_enter_the_cells_of_their_tokens(is_interleaved: bool, has_gains: 
     from overspill.kernels.triton.heads import Angles, HeadGains, prepare_heads
     from overspill.kernels.triton.steps import prepare_steps
 
-    slots, positions = [1, 0], [5, 17]
+    slots, positions = [1, 0], [5, 2 * 20 + 17]
     H, G, A, B = 4, 2, 24, 16
     q, k, v = _random(2, H * A, seed=1), _random(2, G * A, seed=2), _random(2, G * B, seed=3)
     cos, sin = _random(2, 8, seed=4), _random(2, 8, seed=5)
@@ -77,7 +99,7 @@ def test_heads_enter_the_cells_of_their_tokens(is_interleaved: bool, has_gains: 
     wanted = tuple(cache.clone() for cache in caches)
     wanted_q = []
     for t, (slot, cell) in enumerate(zip(slots, positions, strict=True)):
-        rows, cells = slice(t, t + 1), tuple(cache[slot, :, cell : cell + 1] for cache in wanted)
+        rows, cells = slice(t, t + 1), tuple(cache[slot, :, cell % 20][:, None] for cache in wanted)
         angles = Angles(cos[rows], sin[rows], is_interleaved)
         how = angles, HeadGains(*gains, 1e-5)
         wanted_q.append(prepare_heads(q[rows], k[rows], v[rows], cells, *how))

@@ -25,7 +25,7 @@ FROZEN_FLAGS = """
 --devices -dev | --device-memory | --n-gpu-layers -ngl | --tensor-split -ts | --split-mode -sm | --main-gpu -mg
 --override-tensor -ot | --cpu-moe -cmoe | --n-cpu-moe -ncmoe | --fit -fit | --fit-target -fitt | --fit-ctx -fitc
 --moe-cache-mib | --cache-type-k -ctk | --cache-type-v -ctv
---ctx-size -c | --ubatch-size -ub | --n-wave --batch-size -b | --parallel -np | --ctx-checkpoints -ctxcp
+--ctx-size -c | --ubatch-size -ub | --n-wave --batch-size -b | --parallel -np | --ctx-checkpoints -ctxcp | --swa-full
 --prefix-reuse | --cache-ram -cram | --max-wave-ms | --schedule | --grain | --policy
 --slab-mib | --staging-slots | --max-in-flight | --threads -t | --chaos-seed | --trace | --host-stage -hs
 --host-stage-tile-mib | --force-xdev-sync | --record-prompts | --load-mode -lm

@@ -11,7 +11,7 @@ from overspill.options import Options
 from overspill.placement import search
 from overspill.placement.budget import SLOT_PADDING, activation_bytes
 from overspill.placement.plan import Placement, place
-from overspill.placement.shape import ModelShape
+from overspill.placement.shape import CellRing, ModelShape
 from tests.pure.placement_models import GIB, MIB, make_machine, make_shape
 
 
@@ -307,6 +307,19 @@ def test_recurrent_state_counts_per_sequence() -> None:
     assert four - one == 3 * state_bytes
     none = placed(shape, (24,), Options(n_ctx=4096, ctx_checkpoints=0)).budgets[0].kv_bytes
     assert one - none == 3 * 4 * 10 * MIB
+
+
+def test_rings_of_cells_do_not_grow_with_the_context() -> None:
+    """Two of four layers see 1000 positions: those and a ubatch have cells, in each of two sequences."""
+    shape = make_shape(4, kv_per_cell=0)
+    shape = replace(shape, kv_bytes_per_cell=(0, 512) * 2, rings=(CellRing(1000, 4096), None) * 2)
+
+    def kv_bytes(n_ctx: int) -> int:
+        options = Options(n_ctx=n_ctx, n_parallel=2)
+        return placed(shape, (24,), options, n_ubatch=256, n_wave=512).budgets[0].kv_bytes
+
+    assert kv_bytes(2000) == 2000 * 2 * (512 + 4096)
+    assert kv_bytes(100_000) == 100_000 * 2 * 512 + 2 * 2 * 1256 * 4096
 
 
 # Slabs.

@@ -3,6 +3,10 @@
 Every sequence slot owns a contiguous range of cells, one per position, so a sequence's keys are one slice and a
 position is its own cell index. A slot is emptied by forgetting its length; nothing has to be cleared.
 
+Where a layer never looks back further than a window, its range is a ring of fewer cells: position p is cell p modulo
+their number. No state says where a ring stands, so recorded work stays valid. `cache.rings` knows how far a sequence
+can be cut back then.
+
 A layer may also keep a state: numbers that stand for all that a sequence has seen, and change with each token. Cells
 of the past stay, so a sequence can be cut back to any position; a state can only be had again where it was kept. State
 tensors therefore have rows, more than one for each slot, and a segment says which row it starts from and which one it
@@ -55,6 +59,7 @@ class KvShape(NamedTuple):
     blocks: what it keeps of positions together, such as one key for several. Like the cells of positions, blocks stay
     when a sequence is cut back, and those that are complete there are sound.
     state: dimensions of the float32 tensors that the layer keeps of a sequence, whatever its length.
+    reach: positions that a query may see, its own the last; None: all. Blocks are not among them.
     """
 
     n_heads: int
@@ -63,6 +68,7 @@ class KvShape(NamedTuple):
     has_values: bool = True
     blocks: tuple[BlockShape, ...] = ()
     state: tuple[tuple[int, ...], ...] = ()
+    reach: int | None = None
 
     @classmethod
     def of_state(cls, *dims: tuple[int, ...]) -> KvShape:
@@ -80,11 +86,20 @@ class KvShape(NamedTuple):
         values_bytes = type.row_bytes(self.value_dim) if self.has_values else 0
         return self.n_heads * (type.row_bytes(self.key_dim) + values_bytes) + n_of_blocks * type.value_bytes
 
-    def tensor_shapes(self, n_slots: int, n_cells: int) -> tuple[tuple[int, int, int, int], ...]:
-        """Shapes of the tensors to reserve for so many slots of so many cells: keys, values, blocks, as there are."""
+    def n_cells(self, n_positions: int, n_spare: int | None = None) -> int:
+        """Cells of a slot for so many positions. n_spare: of a ring, beyond the reach; None: there are no rings."""
+        if self.reach is None or n_spare is None:
+            return n_positions
+        return min(n_positions, self.reach + n_spare)
+
+    def tensor_shapes(
+        self, n_slots: int, n_positions: int, n_spare: int | None = None
+    ) -> tuple[tuple[int, int, int, int], ...]:
+        """Shapes of the tensors to reserve for so many slots: keys, values, blocks, as there are. See `n_cells`."""
         dims = (self.key_dim, self.value_dim) if self.has_values else (self.key_dim,)
+        n_cells = self.n_cells(n_positions, n_spare)
         cells = [(n_slots, self.n_heads, n_cells, dim) for dim in dims] if self.n_heads else []
-        return (*cells, *((n_slots, 1, n_cells // block.ratio, block.dim) for block in self.blocks))
+        return (*cells, *((n_slots, 1, n_positions // block.ratio, block.dim) for block in self.blocks))
 
     def state_shapes(self, n_rows: int) -> tuple[tuple[int, ...], ...]:
         """Shapes of the tensors to reserve for so many states."""

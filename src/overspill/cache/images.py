@@ -9,18 +9,22 @@ image that nobody used for the longest time gives way first. A store only does t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Image:
-    """ids: of the tokens whose cells it has. positions: of its states, ascending. blocks: where its bytes lie."""
+    """ids: of the tokens whose cells it has. positions: of its states, ascending. blocks: where its bytes lie.
+
+    floor: a slot that it is loaded into can go on from there, or from any later position (see `cache.rings`).
+    """
 
     ids: tuple[int, ...]
     positions: tuple[int, ...]
     blocks: tuple[int, ...]
+    floor: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,24 +100,26 @@ class ImageStore:
         self._n_loaded += 1
         self._n_tokens_loaded += n_cells
 
-    def put(self, ids: Sequence[int], positions: Sequence[int], *, spared: Image | None = None) -> Image | None:
+    def put(
+        self, ids: Sequence[int], positions: Sequence[int], *, floor: int = 0, spared: Image | None = None
+    ) -> Image | None:
         """Room for an image; None where one has all of it already, or it is too large.
 
         Images that it has all of are dropped, then those not used for longest, but never the spared one.
         """
+        new = Image(tuple(ids), tuple(positions), (), floor)
         for image in self._images:
-            if image.ids[: len(ids)] == tuple(ids) and set(positions) <= set(image.positions):
+            if _has_all_of(image, new):
                 self._touch(image)
                 return None
         n_blocks = -(-self._n_bytes_of(len(ids), len(positions)) // BLOCK_BYTES)
         if n_blocks > self._n_blocks - (0 if spared is None else len(spared.blocks)):
             return None
-        new = Image(tuple(ids), tuple(positions), ())
         for image in [old for old in self._images if old is not spared and _has_all_of(new, old)]:
             self._drop(image)
         while len(self._free) < n_blocks:
             self._drop(next(image for image in self._images if image is not spared))
-        new = Image(new.ids, new.positions, tuple(self._free.pop() for _ in range(n_blocks)))
+        new = replace(new, blocks=tuple(self._free.pop() for _ in range(n_blocks)))
         self._images.append(new)
         self._n_saved += 1
         return new
@@ -134,4 +140,5 @@ class ImageStore:
 
 
 def _has_all_of(new: Image, old: Image) -> bool:
-    return new.ids[: len(old.ids)] == old.ids and set(old.positions) <= set(new.positions)
+    is_longer = new.ids[: len(old.ids)] == old.ids and set(old.positions) <= set(new.positions)
+    return is_longer and new.floor <= old.floor

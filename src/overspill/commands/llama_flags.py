@@ -17,7 +17,7 @@ _TAKEN = frozenset(
     (  # noqa: SIM905 - a list of words
         "-cb --cont-batching --jinja --metrics --slots --no-context-shift --warmup --no-warmup --offline --no-perf "
         "--perf --log-disable --log-prefix --log-timestamps -v --verbose --no-mmproj --no-display-prompt "
-        "--no-conversation -no-cnv --simple-io --swa-full --no-repack --no-host --no-direct-io -ndio --repack -nr "
+        "--no-conversation -no-cnv --simple-io --no-repack --no-host --no-direct-io -ndio --repack -nr "
         "-kvo --kv-offload --op-offload -no-kvu --no-kv-unified --no-log-prefix --no-log-timestamps "
         "--cache-idle-slots --no-cache-idle-slots --no-skip-chat-parsing --verbose-prompt --backend-sampling -bs"
     ).split()

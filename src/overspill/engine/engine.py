@@ -19,6 +19,7 @@ from queue import SimpleQueue
 import torch
 
 from overspill.cache.images import ImageCounts, ImageStore
+from overspill.cache.rings import Rings
 from overspill.engine.pace import WavePace
 from overspill.engine.params import SamplingParams
 from overspill.engine.request import (
@@ -107,7 +108,8 @@ class Engine:
     run_wave: computes a wave and returns, per ubatch in order, the logits of its output rows as float32
     [len(output_rows), V] on the host. They are read before the next call, so it may reuse their memory.
     n_ctx_slot: cells a slot has. n_wave: most tokens a wave has. reuse: see `PrefixReuse`. n_states: see
-    `Scheduler`. images, run_moves: where slots are saved, and what carries it out; it returns when all is done.
+    `Scheduler`. images, run_moves: where slots are saved, and what carries it out; it returns when all is done. rings:
+    of cells, where the model has some.
     pace: of waves that others decode in; None: unbounded. clock: seconds.
     run_wave may raise WaveAbandoned once `is_wave_abandoned`; other errors are the device's.
     failed: what the device said when a wave last failed, else None.
@@ -127,6 +129,7 @@ class Engine:
         n_states: int = 0,
         images: ImageStore | None = None,
         run_moves: RunMoves = lambda moves: None,
+        rings: Rings | None = None,
         pace: WavePace | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -143,6 +146,7 @@ class Engine:
             reuse=reuse,
             n_states=n_states,
             images=images,
+            rings=rings,
         )
         self._pace = pace
         self._has_states = n_states > 0

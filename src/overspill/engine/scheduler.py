@@ -13,6 +13,8 @@ then it decodes one token a wave. The rules:
   exceed `n_wave`, decoding and prompts take turns, so neither starves.
 - `next_wave` may be called again without a `commit` between: only `commit` moves a sequence on.
 - A segment that starts at position p means that the slot's cells from p on are void.
+- Where cells are rings (`cache.rings`), a slot goes on only as far back as they hold what is needed; a wave that was
+  formed may have been computed, so one that is given up can leave less than it found.
 - A model with recurrent layers goes on only from a position whose state was kept (`cache.states`): the ends of some of
   a prompt's whole ubatches, and the end of what was computed.
 """
@@ -25,6 +27,7 @@ from dataclasses import replace
 from itertools import islice
 
 from overspill.cache.images import ImageCounts, ImageStore
+from overspill.cache.rings import Rings
 from overspill.cache.states import SlotStates
 from overspill.engine.request import DoneReason, Request
 from overspill.engine.sequence import Sequence
@@ -49,7 +52,7 @@ class Scheduler:
     """Holds waiting and active requests and says what to compute next. Not thread-safe, but for `validate`.
 
     n_states: recurrent states that each slot has room for; 0: the model has none. images: where cells of slots are
-    saved that a prompt would overwrite; None: nowhere.
+    saved that a prompt would overwrite; None: nowhere. rings: of cells, where the model has some.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Scheduler:
         reuse: PrefixReuse = PrefixReuse.WHOLE_UBATCHES,
         n_states: int = 0,
         images: ImageStore | None = None,
+        rings: Rings | None = None,
     ) -> None:
         _check_sizes(n_ctx_slot=n_ctx_slot, n_slots=n_slots, n_ubatch=n_ubatch, n_wave=n_wave)
         self._n_vocab = n_vocab
@@ -70,7 +74,7 @@ class Scheduler:
         self._n_ubatch = n_ubatch
         self._n_wave = n_wave
         self._n_ubatches = -(-n_wave // n_ubatch)
-        self._slots = Slots(n_slots, n_ubatch=n_ubatch, n_states=n_states, reuse=reuse, images=images)
+        self._slots = Slots(n_slots, n_ubatch=n_ubatch, n_states=n_states, reuse=reuse, images=images, rings=rings)
         self._n_states = n_states
         self._waiting: deque[Sequence] = deque()
         self._active: list[Sequence] = []  # in the order they came
@@ -155,6 +159,8 @@ class Scheduler:
         ubatches = (*islice(first, self._n_ubatches - len(last)), *last)
         if self._n_states:
             ubatches = tuple(self._with_states(ubatches))
+        for segment in (segment for ubatch in ubatches for segment in ubatch.segments):
+            self._slots.write(segment)
         return Wave(ubatches) if ubatches else None
 
     def _fit_together(self, decoding: list[Sequence], prompt: Sequence, most: int) -> bool:

@@ -4,6 +4,9 @@ A slot that is free keeps the cells of its last sequence, for prompts that begin
 another one enters is saved first, where there is a store for it (`cache.images`); and a prompt of which an image has
 more than any slot gets that image loaded. The copies are listed in `take_moves`, to be carried out before the next
 wave. Cells, and states at the positions that a slot keeps, are the same bits after a save and a load.
+
+Where cells are rings (`cache.rings`), a slot or an image cannot be cut back below its floor: what comes before that is
+computed anew, from position 0.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 
+from overspill.cache.cells import Segment
 from overspill.cache.images import Image, ImageCounts, ImageStore, Load, Save
+from overspill.cache.rings import Rings
 from overspill.cache.states import SlotStates
 from overspill.engine.sequence import Sequence
 
@@ -40,10 +45,11 @@ class PrefixReuse(Enum):
 class Slot:
     """cells: the ids whose cells may be reused. last_used: when it was freed, in releases.
 
-    states: where its recurrent states stand, None in models without any.
+    states: where its recurrent states stand, None in models without any. floor: see `cache.rings`.
     """
 
     states: SlotStates | None
+    floor: int = 0
     cells: list[int] = field(default_factory=list)
     last_used: int = 0
     sequence: Sequence | None = None
@@ -56,15 +62,23 @@ class Slot:
 
 
 class Slots:
-    """The slots of a scheduler, by number. images: where cells are saved; None: nowhere."""
+    """The slots of a scheduler, by number. images: where cells are saved; None: nowhere. rings: of cells, if any."""
 
     def __init__(
-        self, n_slots: int, *, n_ubatch: int, n_states: int, reuse: PrefixReuse, images: ImageStore | None
+        self,
+        n_slots: int,
+        *,
+        n_ubatch: int,
+        n_states: int,
+        reuse: PrefixReuse,
+        images: ImageStore | None,
+        rings: Rings | None,
     ) -> None:
         self._all = [Slot(SlotStates.of_slot(i, n_slots, n_states) if n_states else None) for i in range(n_slots)]
         self._n_ubatch = n_ubatch
         self._reuse = reuse
         self._images = images
+        self._rings = rings
         self._moves: list[Move] = []
         self._n_releases = 0
 
@@ -110,6 +124,8 @@ class Slots:
             self._save(sequence, slot)
             sequence.n_done = sequence.n_reused = n_reusable[sequence.slot]
             slot.keep(sequence.n_done)
+        if sequence.n_done == 0:
+            slot.floor = 0
         slot.sequence = sequence
 
     def release(self, sequence: Sequence, *, keep_cells: bool = True) -> None:
@@ -121,6 +137,12 @@ class Slots:
         slot.keep(self._n_keepable(sequence) if keep_cells else 0)
         slot.last_used = self._n_releases
         slot.sequence = None
+
+    def write(self, segment: Segment) -> None:
+        """Cells of a segment are about to be written, whatever becomes of them."""
+        if self._rings is not None:
+            slot = self._all[segment.slot]
+            slot.floor = self._rings.floor(slot.floor, segment.end_pos)
 
     def forget_cells(self) -> None:
         """No cells of free slots will be reused."""
@@ -144,7 +166,8 @@ class Slots:
 
     def _n_reusable_of(self, slot: Slot, sequence: Sequence) -> int:
         n_common = self._n_reusable(slot.cells, sequence)
-        return n_common if slot.states is None else slot.states.latest(n_common)
+        n_held = n_common if slot.states is None else slot.states.latest(n_common)
+        return n_held if n_held >= slot.floor else 0
 
     def _best_image(self, sequence: Sequence) -> tuple[Image | None, int]:
         if self._images is None:
@@ -152,9 +175,9 @@ class Slots:
 
         def n_usable(image: Image) -> int:
             n_common = self._n_reusable(image.ids, sequence)
-            if self._all[0].states is None:
-                return n_common
-            return max((pos for pos in image.positions if pos <= n_common), default=0)
+            if self._all[0].states is not None:
+                n_common = max((pos for pos in image.positions if pos <= n_common), default=0)
+            return n_common if n_common >= image.floor else 0
 
         return self._images.best(n_usable)
 
@@ -180,10 +203,10 @@ class Slots:
         assert sequence.slot is not None
         n_kept = _n_common_prefix(slot.cells, sequence.ids)
         n_cells = len(slot.cells) if slot.states is None else slot.states.latest(len(slot.cells))
-        if self._images is None or n_cells - n_kept <= _LEAST_LOST * n_cells:
+        if self._images is None or n_cells - n_kept <= _LEAST_LOST * n_cells or n_cells < slot.floor:
             return
         rows = {} if slot.states is None else slot.states.rows
-        image = self._images.put(slot.cells[:n_cells], tuple(rows), spared=spared)
+        image = self._images.put(slot.cells[:n_cells], tuple(rows), floor=slot.floor, spared=spared)
         if image is not None:
             self._moves.append(Save(sequence.slot, image, rows))
 
@@ -192,6 +215,7 @@ class Slots:
         assert sequence.slot is not None
         self._images.take(image, n_cells)
         sequence.n_done = sequence.n_reused = n_cells
+        slot.floor = image.floor
         if slot.states is not None:
             slot.states.place(pos for pos in image.positions if pos <= n_cells)
         rows = {} if slot.states is None else slot.states.rows

@@ -106,7 +106,7 @@ class DeltaSteps(Protocol):
 
 
 class PrepareSteps(Protocol):
-    """`PrepareHeads` for steps: token t belongs in cell `positions[t]` of slot `slots[t]`.
+    """`PrepareHeads` for steps: token t belongs in cell `positions[t]`, modulo C, of slot `slots[t]`.
 
     caches: keys `[S, G, C, A]` and values `[S, G, C, B]` of a layer, or rows of them.
     """
@@ -127,7 +127,7 @@ class PrepareSteps(Protocol):
 
 
 class AttendSteps(Protocol):
-    """`Attention` for steps: token t sees the cells of its slot up to its own position.
+    """`Attention` for steps: token t sees the cells of its slot up to its own position; of position p, cell p modulo C.
 
     q: `[T, H, A]`; k: `[S, G, C, A]`; v: `[S, G, C, B]`, the tokens' own cells filled, or rows of them: the same rows
     twice where the value is the key's first B channels. value_dim: B. chunk: a token sees only its own run of so many
@@ -210,7 +210,7 @@ class RouterWeights:
 class TokenAttention(Protocol):
     """Norm, projections, heads, attention, output projection and residual for one token: x `[1, D]` -> `[1, D]`.
 
-    keys, values: all cells of the sequence, `[G, C, A]` and `[G, C, B]`; the token's own is `position`.
+    keys, values: all cells of the sequence, `[G, C, A]` and `[G, C, B]`; the token's own is `position`, modulo C.
     angles: as for `PrepareHeads`. Bit-equal to the ops one by one.
     """
 

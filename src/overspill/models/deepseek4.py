@@ -133,7 +133,7 @@ class Model(StreamModel):
         cache.append_steps(steps.slots, steps.positions, key, key)
         slots, back = steps.slots.long()[:, None], torch.arange(1 - hp.n_window, 1, device=q.device)
         cells = steps.positions.long()[:, None] + back
-        window = cache.gather_keys(slots, cells.clamp_min(0))[:, 0]
+        window = cache.gather_keys(slots, cells.clamp_min(0) % cache.n_cells)[:, 0]
         blocks, seen = self._step_blocks(i_layer, normed, latent, cache, view)
         keys = torch.cat([window, cache.blocks[0][slots, 0, blocks]], 1)[:, None]
         seen = torch.cat([cells >= 0, seen], 1)

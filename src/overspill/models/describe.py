@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from overspill.cache.cells import CellType
+from overspill.cache.cells import CellType, KvShape
 from overspill.gguf.tensors import TensorInfo
 from overspill.gguf.types import TensorType
 from overspill.gpu_memory import MAX_SLICES
 from overspill.models.specs.base import HParams, TensorSpec
-from overspill.placement.shape import ModelShape, Role, role_of, sized_tensors
+from overspill.placement.shape import CellRing, ModelShape, Role, role_of, sized_tensors
 
 _SLICE_VALUES = 32  # what every kernel can read, of any type
 
@@ -22,15 +22,18 @@ def model_shape(
     tensors: Mapping[str, TensorInfo],
     *,
     cells: CellType = CellType.F32,
+    has_rings: bool = True,
     widens_dense: bool = False,
 ) -> ModelShape:
     """Sizes and costs of a model from the tensors it loads.
 
     A product of a `[N, K]` weight with one token takes 2 N K FLOP; of routed experts a token meets K of E.
-    cells: how keys and values are stored. widens_dense: dense matrices are held in bfloat16. Attention is
-    priced as if every layer saw all keys, a token's change of a state as two products with it and two sums.
+    cells: how keys and values are stored. has_rings: see `pipeline.memory.Sizes`. widens_dense: dense matrices are held
+    in bfloat16. Attention is priced as if every layer saw all keys, a token's change of a state as two products with it
+    and two sums.
     """
     kv = [hp.kv_shape(i) for i in range(hp.n_layer)]
+    rings = [_ring(shape, cells) if has_rings else None for shape in kv]
     flops, experts = [8.0 * shape.n_state_values for shape in kv], [0] * hp.n_layer
     for spec in specs:
         role, i_layer = role_of(spec.name)
@@ -49,7 +52,11 @@ def model_shape(
         n_expert_used=hp.n_expert_used,
         n_ctx_train=hp.n_ctx_train,
         tensors=sized_tensors(sizes, n_layer=hp.n_layer),
-        kv_bytes_per_cell=tuple(shape.cell_bytes(cells) for shape in kv),
+        kv_bytes_per_cell=tuple(
+            shape.cell_bytes(cells) - (0 if ring is None else ring.cell_bytes)
+            for shape, ring in zip(kv, rings, strict=True)
+        ),
+        rings=tuple(rings),
         state_bytes=tuple(shape.n_state_values * 4 for shape in kv),
         flops_per_token=tuple(flops),
         attention_flops=tuple(2.0 * hp.n_head * (shape.key_dim + shape.value_dim) for shape in kv),
@@ -58,6 +65,13 @@ def model_shape(
         expert_values=max(experts) if hp.n_expert else 0,
         n_expert_slices=_n_slices(specs, tensors),
     )
+
+
+def _ring(shape: KvShape, cells: CellType) -> CellRing | None:
+    """What a layer keeps of the positions that it may see, if these are not all; its blocks are kept of all."""
+    if shape.reach is None:
+        return None
+    return CellRing(shape.reach, shape._replace(blocks=()).cell_bytes(cells))
 
 
 def _n_slices(specs: Sequence[TensorSpec], tensors: Mapping[str, TensorInfo]) -> int:

@@ -63,6 +63,13 @@ class _RawHeads:
     how: _Preparation
 
     def put(self, segment: Segment, rows: slice) -> torch.Tensor:
+        parts, queries, row = self.cache.cut(segment), [], rows.start
+        for part in parts:
+            queries.append(self._put(part, slice(row, row + part.n_tokens)))
+            row += part.n_tokens
+        return queries[0] if len(parts) == 1 else torch.cat(queries)
+
+    def _put(self, segment: Segment, rows: slice) -> torch.Tensor:
         assert self.ops.prepare_heads is not None
         gains, eps, is_interleaved = self.how
         cos, sin = self.angles

@@ -1,9 +1,10 @@
 """Copies of what slots hold, between their devices and the blocks of `cache.images` in pinned host memory.
 
 An image has, layer after layer, the cells of each tensor head by head, then the rows of states. Its first cells alone
-can be loaded: all offsets follow from what the image has. Copies are given to the streams that compute, which are the
-only ones that touch keys, values and states, so order needs nothing else; the host waits until they are made, because
-the next thing may be a recorded step, or the end of the run.
+can be loaded: all offsets follow from what the image has. Rings of cells are copied as they are: of a sequence that has
+not filled one, the first cells are all there is. Copies are given to the streams that compute, which are the only ones
+that touch keys, values and states, so order needs nothing else; the host waits until they are made, because the next
+thing may be a recorded step, or the end of the run.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ class SlotImages:
             row_bytes = buffer.n_bytes // prod((n_slots, n_heads, n_rows))
             for i_head in range(n_heads):
                 first = (slot * n_heads + i_head) * n_rows * row_bytes
-                yield _Run(buffer, first, len(image.ids) // ratio * row_bytes, n_cells // ratio * row_bytes)
+                n_held, n_wanted = (min(n // ratio, n_rows) for n in (len(image.ids), n_cells))
+                yield _Run(buffer, first, n_held * row_bytes, n_wanted * row_bytes)
         for buffer in buffers[n_state:]:
             state_bytes = buffer.n_bytes // self._memory.n_state_rows
             for pos in image.positions:
@@ -95,7 +97,7 @@ class SlotImages:
     def _cells_of(self, shape: KvShape) -> Iterator[tuple[int, tuple[int, int, int, int]]]:
         """Positions to a row, and dimensions, of each tensor of cells and blocks."""
         sizes = self._memory.sizes
-        tensors = shape.tensor_shapes(sizes.n_slots, sizes.n_cells)
+        tensors = shape.tensor_shapes(sizes.n_slots, sizes.n_cells, sizes.n_spare)
         ratios = [1] * (len(tensors) - len(shape.blocks)) + [block.ratio for block in shape.blocks]
         yield from zip(ratios, tensors, strict=True)
 

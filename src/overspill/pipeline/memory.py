@@ -14,6 +14,7 @@ from types import MappingProxyType
 import torch
 
 from overspill.cache.cells import CellType, KvShape
+from overspill.cache.rings import Rings
 from overspill.device.base import Buffer, Devices, MemoryKind
 from overspill.gpu_memory import MAX_SLICES
 from overspill.models.base import HParams
@@ -29,7 +30,7 @@ class Sizes:
     """Worst cases of a run. n_ubatches: ubatches a wave can hold. n_slots: sequences. n_cells: cells of each.
 
     n_states: states of each, the one at its end included, in models that have states. n_trials: rows beside them, that
-    nobody reads.
+    nobody reads. has_rings: layers that see a window have cells for it and for a ubatch, not for all positions.
     """
 
     n_ubatch: int
@@ -38,13 +39,27 @@ class Sizes:
     n_cells: int
     n_states: int = 1
     n_trials: int = 0
+    has_rings: bool = True
 
     @classmethod
     def of_plan(
-        cls, n_ubatch: int, n_wave: int, n_slots: int, n_ctx: int, n_states: int = 1, n_trials: int = 0
+        cls,
+        n_ubatch: int,
+        n_wave: int,
+        n_slots: int,
+        n_ctx: int,
+        n_states: int = 1,
+        n_trials: int = 0,
+        *,
+        has_rings: bool = True,
     ) -> Sizes:
         """From a plan's numbers; `n_ctx` cells are shared out evenly over the slots."""
-        return cls(n_ubatch, -(-n_wave // n_ubatch), n_slots, n_ctx // n_slots, n_states, n_trials)
+        return cls(n_ubatch, -(-n_wave // n_ubatch), n_slots, n_ctx // n_slots, n_states, n_trials, has_rings)
+
+    @property
+    def n_spare(self) -> int | None:
+        """Cells of a ring beyond what its layer sees: all of a ubatch is written before it is read."""
+        return self.n_ubatch if self.has_rings else None
 
     @property
     def n_logits_rows(self) -> int:
@@ -82,6 +97,7 @@ class Memory:
         self.n_vocab = hp.n_vocab
         self.n_expert_used = hp.n_expert_used
         self.has_states = hp.has_states
+        self.rings = Rings.of((hp.kv_shape(i) for i in range(hp.n_layer)), sizes.n_cells, sizes.n_spare)
         self.history = TokenHistory(hp.n_before, n_slots=sizes.n_slots, n_cells=sizes.n_cells)
         self._devices = devices
         self._hp = hp
@@ -174,7 +190,7 @@ class Memory:
 
     def _add_kv(self, i_layer: int, i_device: int) -> None:
         kept, sizes = self._hp.kv_shape(i_layer), self.sizes
-        shapes = kept.tensor_shapes(sizes.n_slots, sizes.n_cells)
+        shapes = kept.tensor_shapes(sizes.n_slots, sizes.n_cells, sizes.n_spare)
         cells = [
             self._new(i_device, shape, dtype, MemoryKind.KV, f"cells{i}.{i_layer}")
             for i, (shape, dtype) in enumerate(self._cells(kept, shapes))

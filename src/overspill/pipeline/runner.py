@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from overspill.cache.images import Load, Save
+from overspill.cache.rings import RingGuard
 from overspill.cache.states import StateGuard
 from overspill.device.base import Devices, Event, Stream
 from overspill.device.lane import Lane
@@ -98,6 +99,9 @@ class Runner:
         self._downloads: deque[_Download] = deque()
         self._ids_asked: list[int] = []
         self._states = StateGuard()
+        self._rings = None if memory.rings is None else RingGuard(memory.rings)
+        self._guards: list[StateGuard | RingGuard] = [self._states] if memory.has_states else []
+        self._guards += [] if self._rings is None else [self._rings]
         self._images = SlotImages(devices, layout, memory, work.hparams)
         self._steps = steps
         self._caches = caches
@@ -134,9 +138,9 @@ class Runner:
         started = time.perf_counter()
         ubatches = wave.ubatches
         assert len(ubatches) <= self._memory.sizes.n_ubatches
-        if self._memory.has_states:
+        for guard in self._guards:
             for segment in (s for u in ubatches for s in u.segments):
-                self._states.advance(segment)
+                guard.advance(segment)
         held = NOTHING_HELD if self._caches is None else self._caches.held_host(schedule)
         if self._steps is not None and self._steps.suits(wave, schedule):
             self._join_lanes_host()
@@ -170,6 +174,8 @@ class Runner:
             self._work.put_tokens(move.slot, move.image.ids[: move.n_cells])
             for pos, row in move.rows.items():
                 self._states.put(row, pos)
+            if self._rings is not None:
+                self._rings.put(move.slot, move.image.floor)
 
     def _actions(self, schedule: WaveSchedule, ubatches: Sequence[Ubatch]) -> tuple[Action, ...]:
         """The actions of a wave; prompts cut alike have the same ones, so those of the latest waves are kept."""

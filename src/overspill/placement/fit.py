@@ -174,7 +174,9 @@ def _search_balanced(ask: Ask, by_memory: Layout) -> Layout:
 
 
 def _kv_per_cell(ask: Ask, layout: Layout) -> list[int]:
+    """By device, what a further context cell takes at most."""
     per_cell = [0] * len(ask.demand.capacity)
     for layer, device in enumerate(layout.layer_device):
-        per_cell[device] += ask.demand.kv_per_cell[layer]
+        is_growing = layout.n_ctx < ask.demand.rings[layer].n_cells * ask.n_parallel
+        per_cell[device] += ask.demand.kv_per_cell[layer] + is_growing * ask.demand.rings[layer].cell_bytes
     return per_cell

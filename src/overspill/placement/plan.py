@@ -30,7 +30,7 @@ from overspill.placement.fit import fit, literal
 from overspill.placement.machine import Machine
 from overspill.placement.notes import plan_notes
 from overspill.placement.override import Pins, resolve
-from overspill.placement.project import Demand, Share
+from overspill.placement.project import Demand, Ring, Share
 from overspill.placement.search import Ask, Layout
 from overspill.placement.shape import ModelShape, Role
 from overspill.placement.stages import Stages, choose_stages
@@ -163,6 +163,7 @@ def _demand(
         state=tuple(
             n_bytes * (options.n_parallel * options.n_states + needs.n_trials) for n_bytes in shape.state_bytes
         ),
+        rings=_rings(shape, n_ubatch),
         capacity=(*capacities(machine, options), machine.host_bytes - pinned_ends - options.n_image_bytes),
         n_expert=shape.n_expert,
         n_cpu_moe=0 if options.fit == "off" else options.n_cpu_moe,
@@ -179,6 +180,11 @@ def _demand(
         slab_bytes=None if options.slab_mib is None else options.slab_mib * MIB,
         is_host_mapped=options.load_mode == "mmap",
     )
+
+
+def _rings(shape: ModelShape, n_ubatch: int) -> tuple[Ring, ...]:
+    rings = shape.rings or (None,) * shape.n_layer
+    return tuple(Ring(0, 0) if ring is None else Ring(ring.reach + n_ubatch, ring.cell_bytes) for ring in rings)
 
 
 def _less(capacity: tuple[int, ...], kept_bytes: Sequence[int]) -> tuple[int, ...]:

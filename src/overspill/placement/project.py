@@ -13,9 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from overspill.placement.budget import SLOT_PADDING, StagingPlan
 from overspill.placement.layout import spread
+
+
+class Ring(NamedTuple):
+    """Cells of one sequence in a layer that sees a window, of which no more are needed; 0: the layer has no such."""
+
+    n_cells: int
+    cell_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +32,11 @@ class Demand:
 
     fixed: weights that must be where the layer computes. movable: routed experts that may stay in host RAM instead.
     pinned: routed experts that do stay there. weights: all of these. kv_per_cell, state: cache bytes per context
-    cell, and for all sequences together. capacity: bytes, the host last. n_cpu_moe: leading layers whose number of
-    expert sets must be in host RAM, wherever. wide_expert_bytes: one expert dequantised, 0 where no kernel wants that.
-    resident_bytes: what kernels take where experts may be resident. read_cell_bytes: see `KernelNeeds`; for cells of
-    one of `n_parallel` sequences. is_host_mapped: host weights need not fit.
+    cell, and for all sequences together. rings: cells that do not grow in number. capacity: bytes, the host last.
+    n_cpu_moe: leading layers whose number of expert sets must be in host RAM, wherever. wide_expert_bytes: one expert
+    dequantised, 0 where no kernel wants that. resident_bytes: what kernels take where experts may be resident.
+    read_cell_bytes: see `KernelNeeds`; for cells of one of `n_parallel` sequences. is_host_mapped: host weights need
+    not fit.
     """
 
     fixed: tuple[int, ...]
@@ -36,6 +45,7 @@ class Demand:
     weights: tuple[int, ...]
     kv_per_cell: tuple[int, ...]
     state: tuple[int, ...]
+    rings: tuple[Ring, ...]
     capacity: tuple[int, ...]
     n_expert: int
     n_cpu_moe: int
@@ -56,6 +66,12 @@ class Demand:
     def host(self) -> int:
         """The number that means the host."""
         return len(self.capacity) - 1
+
+    def kv_bytes(self, layer: int, n_ctx: int) -> int:
+        """Cache bytes of a layer with so many context cells."""
+        n_cells, cell_bytes = self.rings[layer]
+        ring_bytes = min(n_ctx, n_cells * self.n_parallel) * cell_bytes
+        return self.kv_per_cell[layer] * n_ctx + ring_bytes + self.state[layer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +163,7 @@ def _holdings(demand: Demand, layer_device: Sequence[int], n_ctx: int) -> list[_
         holding.n_layers += 1
         holding.read_bytes = demand.read_cell_bytes[device] * (n_ctx // demand.n_parallel)
         holding.weights_bytes += own_bytes[device][layer]
-        holding.kv_bytes += demand.kv_per_cell[layer] * n_ctx + demand.state[layer]
+        holding.kv_bytes += demand.kv_bytes(layer, n_ctx)
         movable, pinned = demand.movable[layer], demand.pinned[layer]
         if movable:
             holding.movable.append(layer)

@@ -114,8 +114,9 @@ def _shifts(ask: Ask, layout: Layout) -> Iterator[Layout]:
 def own_bytes(ask: Ask) -> float:
     """What a layer takes without its movable experts, on average over the layers on devices."""
     demand, n_layer = ask.demand, len(ask.demand.fixed)
-    total = sum(demand.fixed[ask.n_front :]) + sum(demand.kv_per_cell[ask.n_front :]) * ask.n_ctx
-    return max(1.0, total / max(1, n_layer - ask.n_front))
+    layers = range(ask.n_front, n_layer)
+    total = sum(demand.fixed[ask.n_front :]) + sum(demand.kv_bytes(l, ask.n_ctx) - demand.state[l] for l in layers)
+    return max(1.0, total / max(1, len(layers)))
 
 
 def spare_bytes(ask: Ask, layout: Layout, device: int) -> int:

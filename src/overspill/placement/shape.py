@@ -70,15 +70,22 @@ def _sized(name: str, n_bytes: int) -> TensorSize:
     return TensorSize(name, n_bytes, layer, role)
 
 
+class CellRing(NamedTuple):
+    """Cells of a layer that sees at most `reach` positions: so many, and one for each token of a ubatch."""
+
+    reach: int
+    cell_bytes: int
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """Sizes and costs of one model.
 
-    kv_bytes_per_cell: per layer, bytes one context cell takes. state_bytes: per layer, bytes of one recurrent
-    state. flops_per_token: per layer, products with weights. attention_flops: per layer, for each pair
-    of a query token and a visible key (4 * heads * head size). x_dim: numbers that go with a token from layer to layer.
-    expert_values: weights of one routed expert, in the layer where they are most. n_expert_slices: into so many slices
-    of their hidden width experts may be cut.
+    kv_bytes_per_cell: per layer, bytes that grow with each context cell. rings: per layer, cells whose number does not;
+    (): there are none. state_bytes: per layer, bytes of one recurrent state. flops_per_token: per layer, products with
+    weights. attention_flops: per layer, for each pair of a query token and a visible key (4 * heads * head size).
+    x_dim: numbers that go with a token from layer to layer. expert_values: weights of one routed expert, in the layer
+    where they are most. n_expert_slices: into so many slices of their hidden width experts may be cut.
     """
 
     name: str
@@ -98,10 +105,12 @@ class ModelShape:
     x_dim: int
     expert_values: int = 0
     n_expert_slices: int = 1
+    rings: tuple[CellRing | None, ...] = ()
 
     def __post_init__(self) -> None:
         per_layer = (self.kv_bytes_per_cell, self.state_bytes, self.flops_per_token, self.attention_flops)
         assert all(len(values) == self.n_layer for values in per_layer)
+        assert len(self.rings) in (0, self.n_layer)
         assert all(t.layer is None or t.layer < self.n_layer for t in self.tensors), "use sized_tensors"
         assert self.n_expert > 0 or not any(t.role is Role.EXPERT for t in self.tensors)
 

@@ -24,7 +24,7 @@ class Q8Rows(Protocol):
         """Heads of tokens into cells that follow each other."""
 
     def put_steps(self, x_TGA: torch.Tensor, cells_SGCR: torch.Tensor, slots: torch.Tensor, at: torch.Tensor) -> None:
-        """Heads of token t into cell `at[t]` of slot `slots[t]`; integers `[T]` on the device."""
+        """Heads of token t into cell `at[t]`, modulo C, of slot `slots[t]`; integers `[T]` on the device."""
 
     def read(self, cells_GCR: Sequence[torch.Tensor], dims: Sequence[int]) -> list[torch.Tensor]:
         """Values `[G, C, A]` of each, in memory that the next call may use again."""
@@ -59,7 +59,8 @@ class TorchRows:
 
     def put_steps(self, x_TGA: torch.Tensor, cells_SGCR: torch.Tensor, slots: torch.Tensor, at: torch.Tensor) -> None:
         heads = torch.arange(cells_SGCR.shape[1], device=cells_SGCR.device)
-        cells_SGCR.index_put_((slots.long()[:, None], heads, at.long()[:, None]), encode(x_TGA))
+        cells = at.long() % cells_SGCR.shape[2]
+        cells_SGCR.index_put_((slots.long()[:, None], heads, cells[:, None]), encode(x_TGA))
 
     def read(self, cells_GCR: Sequence[torch.Tensor], dims: Sequence[int]) -> list[torch.Tensor]:
         return [decode(cells, dim) for cells, dim in zip(cells_GCR, dims, strict=True)]

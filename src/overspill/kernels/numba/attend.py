@@ -21,6 +21,7 @@ from overspill.kernels.numba.workspace import WORKSPACE
 class AttentionCall(NamedTuple):
     """Addresses, and strides in bytes. window: of cells; sinks: 0 for none. scores: room for one head of each thread.
 
+    n_run: so many of the cells follow each other, at least; the rest stand `ring_bytes` before where they would.
     scale: float32, in the low half. n_tasks: parts of the heads. next_task: a counter, to be set to 0 before.
     """
 
@@ -38,6 +39,7 @@ class AttentionCall(NamedTuple):
     scores: int
     n_queries: int
     n_cells: int
+    n_run: int
     n_heads: int
     n_kv_heads: int
     n_channels: int
@@ -46,6 +48,8 @@ class AttentionCall(NamedTuple):
     scale: int
     n_tasks: int
     next_task: int = 0
+    k_ring_bytes: int = 0
+    v_ring_bytes: int = 0
 
 
 _SCALE, _NEXT_TASK = (AttentionCall._fields.index(name) for name in ("scale", "next_task"))
@@ -74,6 +78,7 @@ def attend_few(
             scores=scores_room(C, 1),
             n_queries=T,
             n_cells=C,
+            n_run=C,
             n_heads=H,
             n_kv_heads=G,
             n_channels=A,
@@ -129,16 +134,21 @@ def _attend_head(c, h, scores, scale):
         k = c.k + h // n_shared * c.k_head_stride + first * c.k_stride
         v = c.v + h // n_shared * c.v_head_stride + first * c.v_stride
         out = c.out + 4 * (t * c.n_heads + h) * c.n_values
-        total = _weigh(q, k, c, scores, last - first, h, scale)
-        _mix(v, c, scores, last - first, out, ONE / total)
+        n_run = min(last, c.n_run) - first
+        total = _weigh(q, k, c, scores, n_run, last - first, h, scale)
+        _mix(v, c, scores, n_run, last - first, out, ONE / total)
 
 
 @inner_sums
-def _weigh(q, k, c, scores, n, h, scale):
+def _weigh(q, k, c, scores, n_run, n, h, scale):
     """The weights of n cells, not divided by their sum, to `scores`; returns the sum, with the sink's."""
     top = load_f32(c.sinks, h) if c.sinks != 0 else np.float32(-np.inf)
-    for i in range(n):
+    for i in range(n_run):
         score = dot(q, k + i * c.k_stride, c.n_channels) * scale
+        store_f32(scores, i, score)
+        top = max(top, score)
+    for i in range(n_run, n):
+        score = dot(q, k - c.k_ring_bytes + i * c.k_stride, c.n_channels) * scale
         store_f32(scores, i, score)
         top = max(top, score)
     for i in range(n, n + LANES):
@@ -152,10 +162,16 @@ def _weigh(q, k, c, scores, n, h, scale):
 
 
 @inner_sums
-def _mix(v, c, scores, n, out, factor):
+def _mix(v, c, scores, n_run, n, out, factor):
     for b in range(c.n_values):
         store_f32(out, b, ZERO)
-    for i in range(n):
+    _add(v, c, scores, 0, n_run, out, factor)
+    _add(v - c.v_ring_bytes, c, scores, n_run, n, out, factor)
+
+
+@inner_sums
+def _add(v, c, scores, first, end, out, factor):
+    for i in range(first, end):
         weight = load_f32(scores, i) * factor
         for b in range(c.n_values):
             store_f32(out, b, load_f32(out, b) + weight * load_f32(v + i * c.v_stride, b))

@@ -48,18 +48,19 @@ class TokenAttention:
             self._written_for = circumstances
         w, out = self._weights, x.clone()
         first = 0 if w.window is None else max(0, position - w.window + 1)
-        n_cells = position + 1 - first
+        n_cells, n_ring = position + 1 - first, keys.shape[1]
+        own, first = position % n_ring, first % n_ring
         k_address, v_address = keys.data_ptr(), values.data_ptr()
         k_stride, v_stride = 4 * keys.stride(1), 4 * values.stride(1)
         self._norm.write((x.data_ptr(),), _X)
-        self._heads.write((k_address + position * k_stride,), len(Heads._fields) + _HEADS_OUT)
-        self._heads.write((v_address + position * v_stride,), 2 * len(Heads._fields) + _HEADS_OUT)
+        self._heads.write((k_address + own * k_stride,), len(Heads._fields) + _HEADS_OUT)
+        self._heads.write((v_address + own * v_stride,), 2 * len(Heads._fields) + _HEADS_OUT)
         self._heads.write((angles[0].data_ptr(), angles[1].data_ptr()), 3 * len(Heads._fields))
         self._add.write((out.data_ptr(),), OUT_NUMBER)
         self._cells.write((k_address + first * k_stride,), _K)
         self._cells.write((v_address + first * v_stride,), _V)
         self._cells.write((scores_room(n_cells, n_threads()),), _SCORES)
-        self._cells.write((n_cells,), _N_CELLS)
+        self._cells.write((n_cells, n_ring - first), _N_CELLS)
         self._cells.write((0,), _NEXT_TASK)
         self._crew.run()
         return out
@@ -122,6 +123,7 @@ class TokenAttention:
                 scores=0,
                 n_queries=1,
                 n_cells=0,
+                n_run=0,
                 n_heads=H,
                 n_kv_heads=G,
                 n_channels=A,
@@ -129,6 +131,8 @@ class TokenAttention:
                 window=n_all_cells if w.window is None else w.window,
                 scale=float_bits(w.scale),
                 n_tasks=min(H, _TASKS_PER_THREAD * n_threads()),
+                k_ring_bytes=4 * n_all_cells * keys.stride(1),
+                v_ring_bytes=4 * n_all_cells * values.stride(1),
             )
         )
         return cells

@@ -63,17 +63,21 @@ def fold(
     total, weight, top, q1, q2, k, v, cells, last_seen, n_cells, window, scale,
     A: tl.constexpr, A1: tl.constexpr, A2: tl.constexpr, B: tl.constexpr, B1: tl.constexpr, K_CELL: tl.constexpr,
     V_CELL: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, IS_MASKED: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, RING: tl.constexpr = 0,
 ):  # fmt: skip
     """One tile of cells into the running sums: total `[M, B1]`, weight `[M]`, top `[M]` (of logits in base 2).
 
-    K_SCALES, V_SCALES: see `q8_rows`; 0: cells are numbers as they are.
+    K_SCALES, V_SCALES: see `q8_rows`; 0: cells are numbers as they are. RING: cells stand at their number modulo RING;
+    0: at their number.
     """
     is_cell = cells < n_cells
-    keys = _keys(k, cells, is_cell, 0, A, A1, K_CELL, K_SCALES, IS_MASKED).to(q1.dtype)
+    at = cells
+    if RING > 0:
+        at = cells % RING
+    keys = _keys(k, at, is_cell, 0, A, A1, K_CELL, K_SCALES, IS_MASKED).to(q1.dtype)
     logits = tl.dot(q1, keys, input_precision="ieee")
     if A2 > 0:
-        keys = _keys(k, cells, is_cell, A1, A, A2, K_CELL, K_SCALES, True).to(q2.dtype)
+        keys = _keys(k, at, is_cell, A1, A, A2, K_CELL, K_SCALES, True).to(q2.dtype)
         logits = tl.dot(q2, keys, logits, input_precision="ieee")
     logits *= scale
     if IS_MASKED:
@@ -88,7 +92,7 @@ def fold(
     share = tl.exp2(logits - base[:, None])
     keep = tl.exp2(top - base)
     weight = weight * keep + tl.sum(share, axis=1)
-    values = _values(v, cells, is_cell, B, B1, V_CELL, V_SCALES, IS_MASKED).to(q1.dtype)
+    values = _values(v, at, is_cell, B, B1, V_CELL, V_SCALES, IS_MASKED).to(q1.dtype)
     total = tl.dot(share.to(values.dtype), values, total * keep[:, None], input_precision="ieee")
     return total, weight, new_top
 

@@ -67,14 +67,14 @@ def _prepare(
     elif head < H + G:
         g = (head - H).to(tl.int64)
         keys = _turned(k + tokens * K_STRIDE + g * A, k_gain, cos, sin, tokens, is_there, eps, A, A1, N_ROT, PAIRS)
-        to = cell_offsets(slots, positions, tokens, is_there, K_SLOT, K_CELL) + g * K_HEAD
+        to = cell_offsets(slots, positions, tokens, is_there, K_SLOT, K_HEAD, K_CELL) + g * K_HEAD
         write_rows(k_rows, to, keys, is_there, A, A1)
     else:
         g = (head - H - G).to(tl.int64)
         b = tl.arange(0, B1)
         mask = is_there[:, None] & (b < B)[None, :]
         values = tl.load(v + (tokens * V_STRIDE + g * B)[:, None] + b[None, :], mask=mask, other=0.0)
-        to = cell_offsets(slots, positions, tokens, is_there, V_SLOT, V_CELL) + g * V_HEAD
+        to = cell_offsets(slots, positions, tokens, is_there, V_SLOT, V_HEAD, V_CELL) + g * V_HEAD
         write_rows(v_rows, to, values.to(tl.float32), is_there, B, B1)
 
 

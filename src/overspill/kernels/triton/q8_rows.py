@@ -60,14 +60,16 @@ def write_rows(rows, at, x, is_there, N_VALUES: tl.constexpr, WIDTH: tl.constexp
 
 
 @triton.jit
-def cell_offsets(slots, positions, tokens, is_there, SLOT: tl.constexpr, CELL: tl.constexpr):
-    """Where the cells of tokens `[R]` begin: one after the other, or each where its step stands."""
+def cell_offsets(
+    slots, positions, tokens, is_there, SLOT: tl.constexpr, HEAD: tl.constexpr, CELL: tl.constexpr
+):  # fmt: skip
+    """Where the cells of tokens `[R]` begin: one after the other, or each where its step stands in its ring."""
     if slots is None:
         at = tokens * CELL
     else:
         slot = tl.load(slots + tokens, mask=is_there, other=0).to(tl.int64)
-        cell = tl.load(positions + tokens, mask=is_there, other=0).to(tl.int64)
-        at = slot * SLOT + cell * CELL
+        cell = tl.load(positions + tokens, mask=is_there, other=0) % (HEAD // CELL)
+        at = slot * SLOT + cell.to(tl.int64) * CELL
     return at
 
 
@@ -85,7 +87,7 @@ def _put(
     c = tl.arange(0, WIDTH)
     mask = is_there[:, None] & (c < A)[None, :]
     values = tl.load(x + (tokens * X_TOKEN + g * X_HEAD)[:, None] + c[None, :], mask=mask, other=0.0).to(tl.float32)
-    at = cell_offsets(slots, positions, tokens, is_there, SLOT, CELL) + g * HEAD
+    at = cell_offsets(slots, positions, tokens, is_there, SLOT, HEAD, CELL) + g * HEAD
     write_rows(rows, at, values, is_there, A, WIDTH)
 
 

@@ -36,7 +36,7 @@ def _prepare(
     tokens = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     is_there = tokens >= 0
     slot = tl.load(slots + tokens).to(tl.int64)
-    cell = tl.load(positions + tokens).to(tl.int64)
+    cell = (tl.load(positions + tokens) % (K_HEAD // K_CELL)).to(tl.int64)
     if head < H:
         move(q + tokens * Q_STRIDE + head * A, q_out + tokens * (H * A) + head * A, q_gain, cos, sin, tokens, is_there,
               eps, A, N_ROT, PAIRS, HALF, REST, True)  # fmt: skip
@@ -61,7 +61,9 @@ def _attend(
     HAS_WINDOW: tl.constexpr, IS_CHUNK: tl.constexpr, SPLITS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, kv head, split): its share of the token's cells, for the R query heads of the kv head."""
+    """Program (token, kv head, split): its share of the token's cells, for the R query heads of the kv head. Cells of
+    layers with a window or chunks are a ring."""
+    RING: tl.constexpr = K_HEAD // K_CELL if HAS_WINDOW or IS_CHUNK else 0
     follow(IS_CHAINED)
     t = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1).to(tl.int64)
@@ -95,7 +97,7 @@ def _attend(
     for at in range(start, end, N):
         total, weight, top = fold(
             total, weight, top, q1, q2, k, v, at + tl.arange(0, N), last_seen, end, 0, scale, A, A1, A2, B, B1, K_CELL,
-            V_CELL, K_SCALES, V_SCALES, True, False
+            V_CELL, K_SCALES, V_SCALES, True, False, RING
         )  # fmt: skip
     b = tl.arange(0, B1)
     row = (t * (G * R) + heads) * SPLITS + split

@@ -84,7 +84,7 @@ class HParams:
 
     def kv_shape(self, i_layer: int) -> KvShape:
         """What the layer keeps of each position."""
-        return KvShape(self.n_head_kv, self.head_dim, self.value_dim)
+        return KvShape(self.n_head_kv, self.head_dim, self.value_dim, reach=self.reach(i_layer))
 
     @property
     def has_states(self) -> bool:
@@ -94,6 +94,10 @@ class HParams:
     def window(self, i_layer: int) -> int | None:
         """How many keys a query of the layer sees, its own the last; None: all."""
         return None
+
+    def reach(self, i_layer: int) -> int | None:
+        """How many keys a query of the layer may see, wherever it stands; None: all."""
+        return self.window(i_layer)
 
     def rope_of(self, i_layer: int) -> RopeParams | None:
         """How the layer rotates queries and keys; None: it does not."""

@@ -117,6 +117,7 @@ class DeepSeek4HParams(StreamHParams):
             has_values=False,
             blocks=tuple(c.blocks for c in kinds),
             state=tuple(c.state for c in kinds),
+            reach=self.n_window,
         )
 
 

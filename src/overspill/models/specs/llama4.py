@@ -51,6 +51,10 @@ class Llama4HParams(HParams):
         """A token sees those before it in its own chunk of so many positions; None: all."""
         return self.n_chunk if self.is_rotated(i_layer) else None
 
+    def reach(self, i_layer: int) -> int | None:
+        """The last of a chunk sees all of it."""
+        return self.chunk(i_layer)
+
 
 def read_hparams(keys: Keys) -> Llama4HParams:
     """Chunks and temperature are not in the files; `attention.sliding_window` = 0 means there are none."""
