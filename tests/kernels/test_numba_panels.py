@@ -8,7 +8,7 @@ import torch
 from overspill import LLM
 from overspill.bench.synth import synthetic
 from overspill.gguf.types import TensorType
-from overspill.kernels.numba import HAS_BYTE_PRODUCTS, experts, has_kernel, matmul
+from overspill.kernels.numba import experts, has_kernel, matmul, takes_digits
 from overspill.kernels.numba.interleave import interleave
 from overspill.quant.dequant import dequantize
 from overspill.quant.experts import Activation
@@ -17,8 +17,9 @@ from overspill.quant.qtensor import QTensor
 from tests.helpers.plain import plain_logits, plain_model
 from tests.kernels.weights import random_weight
 
-needs_byte_products = pytest.mark.skipif(not HAS_BYTE_PRODUCTS, reason="only CPUs that multiply bytes read panels")
 TYPES = [t for t in TensorType if has_kernel(t) and takes_panels(t, (PANEL_ROWS, 256))]
+# Those that this CPU multiplies as bytes: only such products read panels.
+READ_TYPES = [t for t in TYPES if takes_digits(t)]
 
 
 def panels(source: QTensor) -> Panels:
@@ -52,8 +53,7 @@ def test_rows_that_are_not_whole_panels_are_not_in_one_place() -> None:
         found.rows(8, 24)
 
 
-@needs_byte_products
-@pytest.mark.parametrize("type", TYPES, ids=lambda t: t.name)
+@pytest.mark.parametrize("type", READ_TYPES, ids=lambda t: t.name)
 @pytest.mark.parametrize("n_tokens", [1, 2, 5, 40])
 def test_products_have_the_same_bits(type: TensorType, n_tokens: int) -> None:
     source = random_weight(type, (80, 512))
@@ -61,8 +61,24 @@ def test_products_have_the_same_bits(type: TensorType, n_tokens: int) -> None:
     assert torch.equal(matmul(x, panels(source)), matmul(x, source))
 
 
-@needs_byte_products
-@pytest.mark.parametrize("type", TYPES, ids=lambda t: t.name)
+# Where the numbers of a block begin.
+NIBBLES_AT = {TensorType.Q4_0: 2, TensorType.Q4_1: 4, TensorType.Q4_K: 16}
+
+
+@pytest.mark.parametrize("type", NIBBLES_AT, ids=lambda t: t.name)
+@pytest.mark.parametrize("n_tokens", [1, 2])
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_sums_of_the_largest_numbers_fit(type: TensorType, n_tokens: int, sign: int) -> None:
+    """All weights 15, all digits but the first -128, or 127."""
+    source = random_weight(type, (16, 256))
+    source.data.view(-1, type.block.n_bytes)[:, NIBBLES_AT[type] :] = 0xFF
+    digits = (-32, -128, -128) if sign < 0 else (63, 127, 127)
+    x = torch.full((n_tokens, 256), (65536 * digits[0] + 256 * digits[1] + digits[2]) / 2**21)
+    expected = x.double() @ dequantize(source).double().T
+    assert (matmul(x, source) - expected).abs().max() < 1e-6 * expected.abs().max()
+
+
+@pytest.mark.parametrize("type", READ_TYPES, ids=lambda t: t.name)
 @pytest.mark.parametrize("n_tokens", [1, 3, 40])
 def test_experts_have_the_same_bits(type: TensorType, n_tokens: int) -> None:
     n, k, d, f = 5, 2, 256, 512

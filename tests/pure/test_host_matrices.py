@@ -42,10 +42,17 @@ class Source:
         return self.where
 
 
-def matrices(tmp_path: Path, mode: LoadMode, *, is_in_file: bool = True, huge_bytes: int = 1 << 30) -> HostMatrices:
+def matrices(
+    tmp_path: Path,
+    mode: LoadMode,
+    *,
+    is_in_file: bool = True,
+    huge_bytes: int = 1 << 30,
+    panel_types: frozenset[TensorType] = frozenset({WEIGHT.type}),
+) -> HostMatrices:
     source, host = Source(tmp_path / "weights", is_in_file=is_in_file), CpuDevice(is_asynchronous=False)
     reader = TensorReader(source, is_direct=False)  # type: ignore[arg-type]
-    options = {"n_threads": 2, "huge_bytes": huge_bytes, "interleave": interleave}
+    options = {"n_threads": 2, "huge_bytes": huge_bytes, "interleave": interleave, "panel_types": panel_types}
     return HostMatrices(source, reader, host, mode, **options)  # type: ignore[arg-type]
 
 
@@ -72,6 +79,13 @@ def test_what_stays_in_the_file_keeps_its_rows(tmp_path: Path, mode: LoadMode, h
     assert not isinstance(weight, Panels)
     assert weight.data.data_ptr() == on_host.mapped[INFO.name].ctypes.data
     assert on_host.n_copied_bytes == 0
+
+
+def test_types_whose_rows_the_kernels_read_are_copied_as_they_are(tmp_path: Path) -> None:
+    on_host = matrices(tmp_path, LoadMode.NONE, panel_types=frozenset({TensorType.Q8_0}))
+    weight = on_host.matrix(INFO, SHAPE)  # type: ignore[arg-type]
+    assert not isinstance(weight, Panels)
+    assert torch.equal(weight.data, WEIGHT.data)
 
 
 def test_rows_that_are_no_multiple_of_sixteen_and_tables_are_copied_as_they_are(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from overspill.gguf.types import TensorType
 from overspill.kernels.sharing import Divide, Fetch, Fill, LookUp, Mail, Place
 from overspill.quant.experts import Activation, ExpertWeights
 from overspill.quant.panels import Panels
@@ -265,7 +266,7 @@ class Ops:
     rms_norm: `x [..., D]`, weight `[D]`, eps -> x / sqrt(mean(x^2) + eps) * weight.
     widen: dequantise staged experts into bfloat16 stacks of the same shapes, once for all ubatches of a wave; None
     where kernels rather read the blocks. plain: the same for one matrix, when a model is loaded. interleave: rows to
-    panels, likewise; None where kernels rather read rows.
+    panels, likewise, for weights of the types in panel_types.
     prepare_heads, route: several of the others at once; None where that gains nothing.
     add_linear: `y [T, N]`, `x [T, K]`, weight `[N, K]` -> y + x W^T; None likewise. linears: `linear` of one x with
     several weights, each result with rows of any stride; None likewise. norm_linears: `linears` of `rms_norm(x [T, K],
@@ -297,6 +298,7 @@ class Ops:
     widen: Callable[[ExpertWeights, ExpertWeights], None] | None = None
     plain: Callable[[QTensor, QTensor], None] | None = None
     interleave: Callable[[QTensor, Panels], None] | None = None
+    panel_types: frozenset[TensorType] = frozenset()
     prepare_heads: PrepareHeads | None = None
     route: Route | None = None
     add_linear: Callable[[torch.Tensor, torch.Tensor, QTensor], torch.Tensor] | None = None

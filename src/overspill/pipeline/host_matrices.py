@@ -16,6 +16,7 @@ from overspill.device.base import HostDevice, MemoryKind
 from overspill.device.cpu import HUGE_PAGE_BYTES
 from overspill.gguf.source import ModelSource
 from overspill.gguf.tensors import TensorInfo
+from overspill.gguf.types import TensorType
 from overspill.pipeline.reading import LoadMode, ReadInto, TensorReader, tensor_over
 from overspill.pipeline.residence import Bytes, read_at_random
 from overspill.placement.shape import Role, role_of
@@ -32,7 +33,7 @@ _PANELS_BYTES = 4 << 20
 class HostMatrices:
     """Brings them there. mapped: views of the file that stay in use, by name.
 
-    huge_bytes: may be copied in mode `auto`. interleave: of the host's kernels.
+    huge_bytes: may be copied in mode `auto`. interleave, panel_types: of the host's kernels.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class HostMatrices:
         n_threads: int,
         huge_bytes: int,
         interleave: Interleave | None,
+        panel_types: frozenset[TensorType],
     ) -> None:
         self.mapped: dict[str, Bytes] = {}
         self.n_copied_bytes = 0
@@ -55,6 +57,7 @@ class HostMatrices:
         self._n_threads = n_threads
         self._huge_bytes = huge_bytes if mode is LoadMode.AUTO else 0
         self._interleave = interleave
+        self._panel_types = panel_types
 
     def table(self, info: TensorInfo, shape: tuple[int, ...]) -> QTensor:
         """What rows are looked up in."""
@@ -66,7 +69,8 @@ class HostMatrices:
     def matrix(self, info: TensorInfo, shape: tuple[int, ...]) -> QTensor:
         """What is multiplied with."""
         is_product = len(shape) == 2 or role_of(info.name)[0] is Role.EXPERT
-        interleave = self._interleave if is_product and takes_panels(info.type, shape) else None
+        is_panels = is_product and info.type in self._panel_types and takes_panels(info.type, shape)
+        interleave = self._interleave if is_panels else None
         if not (self._wants_copy(info) if self._is_in_file(info) else interleave):
             return self._in_place(info, shape)
         return self._copied(info, shape) if interleave is None else self._interleaved(info, shape, interleave)

@@ -197,6 +197,7 @@ class _Loader:
             n_threads=n_threads,
             huge_bytes=_free_bytes(devices.host) // 2,
             interleave=ops_of(devices.host).interleave,
+            panel_types=ops_of(devices.host).panel_types,
         )
 
     @property

@@ -1,9 +1,9 @@
 """CPU kernels: products with quantised weights, compiled by Numba from vector IR at first use.
 
-Weights are read as they are stored. Where the CPU multiplies bytes (VNNI), types that are bytes with a step meet
-activations as three bytes each, in exact integer sums (`digits`); all others, and everything on other CPUs, are decoded
-to float32 in registers or in the nearest cache. A result depends on its own token and row only: not on the other tokens
-of the batch, nor on threads, nor on how a layer's experts were divided into calls.
+Weights are read as they are stored. Types that are bytes with a step (on CPUs that multiply fours of bytes: VNNI) or
+four bits with a step (pairs of bytes: AVX2) meet activations as three bytes each, in exact integer sums (`digits`); all
+others are decoded to float32 in registers or in the nearest cache. A result depends on its own token and row only: not
+on the other tokens of the batch, nor on threads, nor on how a layer's experts were divided into calls.
 
 Threads: see `crew`. Any number of Python threads may call at once.
 """
@@ -19,12 +19,12 @@ from overspill.kernels.numba.interleave import interleave
 from overspill.kernels.numba.lookup import rows_of
 from overspill.kernels.numba.matmul import add_matmul, matmul, matmuls
 from overspill.kernels.numba.one_token import TokenAttention, TokenRouter
+from overspill.kernels.numba.panel import takes_digits
 from overspill.kernels.numba.pick import pick_experts
 from overspill.kernels.numba.rows import norm_rows, prepare_heads
-from overspill.kernels.numba.target import HAS_BYTE_PRODUCTS, UNIT_ELEMENTS
+from overspill.kernels.numba.target import UNIT_ELEMENTS
 
 __all__ = [
-    "HAS_BYTE_PRODUCTS",
     "UNIT_ELEMENTS",
     "PreparedExperts",
     "TokenAttention",
@@ -41,6 +41,7 @@ __all__ = [
     "pick_experts",
     "prepare_heads",
     "rows_of",
+    "takes_digits",
     "use_threads",
     "use_threads_by_default",
 ]

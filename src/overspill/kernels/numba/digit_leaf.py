@@ -1,11 +1,11 @@
-"""The compiled inner loops of the integer path: weights as bytes times activations as digits.
+"""The compiled inner loops of the integer path: weights as bytes times activations as digits (see `products`).
 
 unpack  turns sixteen rows of a type into bytes, steps and offsets, transposed so that a lane is a row.
-tile    multiplies them with a few tokens at once: four products a lane and instruction, whose sums are exact integers.
+tile    multiplies them with a few tokens at once; the sums are exact integers.
 dot     does both for one token, with nothing stored in between.
 
 The sums of a group become float32, times the steps of both sides, and are added group after group: one order for any
-number of tokens or rows. Where the CPU lacks the instruction, `leaf` does the same types in float32.
+number of tokens or rows. Types for which the CPU lacks the instructions are done by `leaf` in float32.
 
 An unpacked group: 8 vectors of four bytes a row, then a step and an offset per row for all 32 values, or for each 16.
 """
@@ -20,10 +20,11 @@ from numba.core import cgutils
 
 from overspill.gguf.types import TensorType
 from overspill.kernels.numba.digits import GROUP_BYTES, HALF_SUMS_AT, STEP_AT, SUM_AT
-from overspill.kernels.numba.emit import I8, I32, I64, Emitter, Vec, const, const_vec
+from overspill.kernels.numba.emit import I8, I32, I64, Emitter, LateVec, const
 from overspill.kernels.numba.jit import intrinsic
 from overspill.kernels.numba.lanes import N_LANES, Layout, PanelLanes, RowLanes
 from overspill.kernels.numba.native import c_function
+from overspill.kernels.numba.products import integer_products
 from overspill.kernels.numba.target import SOURCE_DIGEST
 from overspill.kernels.numba.unpack import UNPACKERS, Group
 
@@ -32,7 +33,6 @@ N_UNPACK_ARGS, N_DIGIT_TILE_ARGS, N_DIGIT_DOT_ARGS = 7, 5, 8
 PIECE_ELEMENTS = 512
 _VECTOR_BYTES = 64
 _N_QUADS = 8
-_N_DIGITS = 3
 
 
 def group_bytes(n_steps: int) -> int:
@@ -120,7 +120,7 @@ def _emit_dot(e, type, layout, rows, row_bytes, n_rows, first_unit, n_units, ahe
     x, sums, unpacker = e.pointer(x), e.pointer(sums), UNPACKERS[type]
     for i_unit, lanes in _UNITS[layout](e, type, rows, row_bytes, n_rows, first_unit, n_units, ahead):
         digits = e.at(x, e.offset(i_unit, GROUP_BYTES * unpacker.n_groups))
-        total = e.floats(sums, 0, _VECTOR_BYTES)
+        total = e.floats(sums, 0, _VECTOR_BYTES, N_LANES)
         for i_group, group in enumerate(unpacker.run(lanes)):
             (total,) = _add_group(e, group, [e.at(digits, GROUP_BYTES * i_group)], [total])
         e.store(total, sums, 0, _VECTOR_BYTES)
@@ -186,51 +186,32 @@ def _emit_tile(e, n_tokens, n_steps, unpacked, n_groups, xs, x_offset, sums):
     with cgutils.for_range(b, n_groups) as groups:
         group = _stored_group(e, e.at(unpacked, e.offset(groups.index, group_bytes(n_steps))), n_steps)
         digits = [e.at(token, e.offset(groups.index, GROUP_BYTES)) for token in tokens]
-        totals = [e.floats(sums, _VECTOR_BYTES * i, _VECTOR_BYTES) for i in range(n_tokens)]
+        totals = [e.floats(sums, _VECTOR_BYTES * i, _VECTOR_BYTES, N_LANES) for i in range(n_tokens)]
         for i, total in enumerate(_add_group(e, group, digits, totals)):
             e.store(total, sums, _VECTOR_BYTES * i, _VECTOR_BYTES)
 
 
 def _stored_group(e, pointer, n_steps):
-    quants = [e.load(pointer, _VECTOR_BYTES * i, ir.VectorType(I32, N_LANES)) for i in range(_N_QUADS)]
-    floats = [e.floats(pointer, _VECTOR_BYTES * (_N_QUADS + i), _VECTOR_BYTES) for i in range(2 * n_steps)]
-    return Group([e.vec(value) for value in quants], floats[:n_steps], floats[n_steps:])
+    quants = [_late_quads(e, pointer, _VECTOR_BYTES * i) for i in range(_N_QUADS)]
+    floats = [e.floats(pointer, _VECTOR_BYTES * (_N_QUADS + i), _VECTOR_BYTES, N_LANES) for i in range(2 * n_steps)]
+    return Group(quants, floats[:n_steps], floats[n_steps:])
+
+
+def _late_quads(e, pointer, offset):
+    return LateVec(e.builder, lambda: e.load(pointer, offset, ir.VectorType(I32, N_LANES)))
 
 
 def _add_group(e, group, digits, totals):
     """Totals of some tokens, and the products of a group with their digits."""
     n_steps = len(group.steps)
+    n_quads = _N_QUADS // n_steps
     for i_step, (step, offset) in enumerate(zip(group.steps, group.offsets, strict=True)):
-        quads = range(_N_QUADS // n_steps * i_step, _N_QUADS // n_steps * (i_step + 1))
         sum_at = SUM_AT if n_steps == 1 else HALF_SUMS_AT + 4 * i_step
-        products = _integer_products(e, group.quants, digits, quads)
-        totals = [e.fma(offset, e.splat_float(x, sum_at), t) for x, t in zip(digits, totals, strict=True)]
+        quants = group.quants[n_quads * i_step : n_quads * (i_step + 1)]
+        products = integer_products(e, quants, [e.at(x, 4 * n_quads * i_step) for x in digits])
+        totals = [e.fma(offset, e.splat_float(x, sum_at, N_LANES), t) for x, t in zip(digits, totals, strict=True)]
         totals = [
-            e.fma(product, step * e.splat_float(x, STEP_AT), t)
+            e.fma(product, step * e.splat_float(x, STEP_AT, N_LANES), t)
             for x, t, product in zip(digits, totals, products, strict=True)
         ]
     return totals
-
-
-def _integer_products(e, quants, digits, quads):
-    """Sums of bytes times digits over some quads, as float32, for each token."""
-    totals = [[e.vec(const_vec(I32, [0] * N_LANES))] * _N_DIGITS for _ in digits]
-    for quad in quads:
-        weights = quants[quad]
-        for i_token, x in enumerate(digits):
-            totals[i_token] = [
-                _add_products(e, total, weights, e.splat(e.load(x, 32 * digit + 4 * quad, I32), N_LANES))
-                for digit, total in enumerate(totals[i_token])
-            ]
-    products = []
-    for high, middle, low in totals:
-        upper = ((high << 8) + middle).to_float()
-        products.append(e.fma(upper, e.like(upper, 256.0), low.to_float()))
-    return products
-
-
-def _add_products(e: Emitter, totals: Vec, weights: Vec, digits: Vec) -> Vec:
-    """In each lane: four unsigned bytes times four signed ones, added to the total."""
-    type = ir.VectorType(I32, N_LANES)
-    function = e.intrinsic("llvm.x86.avx512.vpdpbusd.512", type, [type] * 3)
-    return e.vec(e.builder.call(function, [totals.value, weights.value, digits.value]))

@@ -7,7 +7,7 @@ cut. The one freedom is `fma`, which is fused exactly where the CPU has the inst
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from llvmlite import ir
 from numba.core import cgutils
@@ -78,6 +78,21 @@ class Vec:
     def as_float(self) -> Vec:
         """The bits of 32-bit integers read as float32."""
         return Vec(self.builder, self.builder.bitcast(self.value, ir.VectorType(F32, self.value.type.count)))
+
+
+class LateVec(Vec):
+    """A vector that is computed anew wherever it is used, so that it need not stay in a register until then."""
+
+    def __init__(self, builder: ir.IRBuilder, make: Callable[[], ir.Value]) -> None:
+        self.builder = builder
+        self._make = make
+
+    @property
+    def value(self) -> ir.Value:
+        return self._make()
+
+    def _apply(self, name: str, other: Vec | float) -> Vec:
+        return LateVec(self.builder, lambda: Vec(self.builder, self.value)._apply(name, other).value)
 
 
 class Emitter:
@@ -183,8 +198,8 @@ class Emitter:
         first = self.builder.insert_element(undefined, scalar, const(0, I32))
         return self.vec(self.builder.shuffle_vector(first, undefined, const_vec(I32, [0] * n)))
 
-    def splat_float(self, pointer: ir.Value, offset: ir.Value | int) -> Vec:
-        return self.splat(self.load(pointer, offset, F32))
+    def splat_float(self, pointer: ir.Value, offset: ir.Value | int, n: int = LANES) -> Vec:
+        return self.splat(self.load(pointer, offset, F32), n)
 
     def words(self, table: ir.Value, type: ir.IntType, index: Sequence[ir.Value]) -> Vec:
         """Words of `table` at i32 indices, together LANES signed bytes, as float32."""

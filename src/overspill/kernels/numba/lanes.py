@@ -13,7 +13,7 @@ from enum import IntEnum
 from llvmlite import ir
 
 from overspill.gguf.types import TensorType
-from overspill.kernels.numba.emit import F16, F32, I8, I16, I32, Emitter, Vec, const, const_vec
+from overspill.kernels.numba.emit import F16, F32, I8, I16, I32, Emitter, LateVec, Vec, const, const_vec
 from overspill.quant.panels import PANEL_ROWS, fields_of
 
 N_LANES = PANEL_ROWS
@@ -83,7 +83,10 @@ class PanelLanes(Lanes):
         self.fields = fields_of(type)
 
     def quads(self, offset: int, n_bytes: int = 16) -> list[Vec]:
-        return [self.words(at) for at in range(offset, offset + n_bytes, 4)]
+        return [self._late_words(at) for at in range(offset, offset + n_bytes, 4)]
+
+    def _late_words(self, offset: int) -> Vec:
+        return LateVec(self.e.builder, lambda: self.words(offset).value)
 
     def words(self, offset: int) -> Vec:
         return self._numbers(offset, 4)

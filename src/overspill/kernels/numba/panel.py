@@ -1,7 +1,7 @@
 """Rows of a weight times rows of activations, and what becomes of the products: the loop around the inner loops.
 
-`multiply` does a run of rows for a list of tokens on one thread. Weights that are bytes with a step meet activations as
-digits where the CPU multiplies bytes (`digit_leaf`). For the others few tokens go through `dot`, which decodes every
+`multiply` does a run of rows for a list of tokens on one thread. Weights of types that take digits meet activations as
+digits (`digit_leaf`). For the others few tokens go through `dot`, which decodes every
 block in registers; for more, tiles of rows are decoded once per block of tokens. Both give the same bits, so the
 choice is one of speed only. Everything is addressed by int64 numbers; nothing here knows a tensor type.
 """
@@ -39,10 +39,12 @@ from overspill.kernels.numba.leaf import (
 from overspill.kernels.numba.memory import load_f32, load_i64, reader, store_f32, store_i64
 from overspill.kernels.numba.native import c_function, caller
 from overspill.kernels.numba.target import (
+    DIGIT_BLOCK_TOKENS,
     DIGIT_TOKENS,
     DOT_ROWS,
     DOT_TOKENS,
     HAS_BYTE_PRODUCTS,
+    HAS_PAIR_PRODUCTS,
     LANES,
     MAX_DOT_TOKENS,
     SOURCE_DIGEST,
@@ -50,7 +52,7 @@ from overspill.kernels.numba.target import (
     TILE_TOKENS,
     UNIT_ELEMENTS,
 )
-from overspill.kernels.numba.unpack import UNPACKERS
+from overspill.kernels.numba.unpack import NIBBLE_TYPES, UNPACKERS
 from overspill.quant.panels import Panels
 from overspill.quant.qtensor import QTensor
 
@@ -151,7 +153,7 @@ def describe(weight: QTensor) -> Rows:
 
 def takes_digits(type: TensorType) -> bool:
     """Whether products with weights of this type want their inputs as digits."""
-    return HAS_BYTE_PRODUCTS and type in UNPACKERS
+    return (HAS_BYTE_PRODUCTS and type in UNPACKERS) or (HAS_PAIR_PRODUCTS and type in NIBBLE_TYPES)
 
 
 @cache
@@ -164,7 +166,7 @@ def _describe_row(type: TensorType, layout: Layout, n_elements: int) -> tuple[in
         n_steps, none = UNPACKERS[type].n_steps, (0,) * (len(DOT_TOKENS) + 1 + TILE_TOKENS)
         tiles = (digit_tile_address(n, n_steps) for n in DIGIT_TOKENS)
         return (*row, *none, unpack_address(type, layout), *tiles, digit_dot_address(type, layout))
-    assert layout == Layout.ROWS, "only CPUs that multiply bytes read panels"
+    assert layout == Layout.ROWS, "only products of bytes read panels"
     dots = (dot_address(type, n) for n in DOT_TOKENS)
     tiles = (tile_address(n) for n in range(1, TILE_TOKENS + 1))
     return (*row, *dots, decode_address(type), *tiles, *(0,) * (2 + len(DIGIT_TOKENS)))
@@ -188,8 +190,9 @@ def multiply_address() -> int:
         matrix = _read_rows(rows)
         start = matrix.address + offset + first_row * matrix.row_bytes
         part = Part(start, first_row, n_rows, start + n_rows * matrix.row_bytes, next_read, scale, biases)
-        for first in range(0, n_tokens, BLOCK_TOKENS):
-            n = min(BLOCK_TOKENS, n_tokens - first)
+        block = DIGIT_BLOCK_TOKENS if matrix.unpack != 0 else BLOCK_TOKENS
+        for first in range(0, n_tokens, block):
+            n = min(block, n_tokens - first)
             tokens = Tokens(n, inputs + 8 * first, outputs + 8 * first, weights + 4 * first)
             if matrix.unpack != 0:
                 _by_digits(matrix, part, tokens, then, scratch)
@@ -256,9 +259,7 @@ def _by_digits(matrix, part, tokens, then, scratch):
             n_groups = n_units * matrix.unit_elements // GROUP_ELEMENTS
             _multiply_digits(matrix, first_group, n_groups, tokens, scratch)
         for i in range(tokens.n):
-            for half in range(0, n, TILE_ROWS):
-                products = sums + 4 * (N_LANES * i + half)
-                _finish(part, row + half, min(TILE_ROWS, n - half), tokens, i, products, then, scratch)
+            _finish(part, row, n, tokens, i, sums + 4 * N_LANES * i, then, scratch)
 
 
 @inner
@@ -314,7 +315,7 @@ def _multiply_piece(matrix, span, part, first_row, n_rows, tokens, then, scratch
 
 @inner
 def _finish(part, first_row, n_rows, tokens, i_token, products, then, scratch):
-    """Finish one token's products; fewer than TILE_ROWS of them take a way round through the scratch."""
+    """Finish one token's products, TILE_ROWS at a time; fewer of them take a way round through the scratch."""
     row = part.first_row + first_row
     if part.scale != 0:
         for i in range(n_rows):
@@ -323,15 +324,17 @@ def _finish(part, first_row, n_rows, tokens, i_token, products, then, scratch):
         for i in range(n_rows):
             store_f32(products, i, load_f32(products, i) + load_f32(part.biases, row + i))
     out = load_i64(tokens.outputs, i_token) + 4 * row
-    if n_rows == TILE_ROWS:
-        _finish_row(out, products, tokens, i_token, then)
+    n_whole = n_rows // TILE_ROWS * TILE_ROWS
+    for i in range(0, n_whole, TILE_ROWS):
+        _finish_row(out + 4 * i, products + 4 * i, tokens, i_token, then)
+    if n_whole == n_rows:
         return
     edge = scratch + _EDGE
-    for i in range(n_rows):
-        store_f32(edge, i, load_f32(out, i))
-    _finish_row(edge, products, tokens, i_token, then)
-    for i in range(n_rows):
-        store_f32(out, i, load_f32(edge, i))
+    for i in range(n_whole, n_rows):
+        store_f32(edge, i - n_whole, load_f32(out, i))
+    _finish_row(edge, products + 4 * n_whole, tokens, i_token, then)
+    for i in range(n_whole, n_rows):
+        store_f32(out, i, load_f32(edge, i - n_whole))
 
 
 @inner

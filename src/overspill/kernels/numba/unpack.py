@@ -14,6 +14,7 @@ from typing import NamedTuple
 from overspill.gguf.types import TensorType
 from overspill.kernels.numba.emit import I32, Vec, const_vec
 from overspill.kernels.numba.lanes import N_LANES, Lanes
+from overspill.kernels.numba.target import HAS_BYTE_PRODUCTS
 from overspill.quant.codebooks import FP4_VALUES, IQ4_VALUES
 
 _LOW, _HIGH, _TWO_BITS, _ONE_BIT, _SIGN = 0x0F0F0F0F, -0x0F0F0F10, 0x03030303, 0x01010101, -0x7F7F7F80
@@ -122,14 +123,25 @@ def _scales_and_minima(rows: Lanes) -> Iterator[tuple[Vec, Vec]]:
 
 
 def _q4_k(rows: Lanes) -> Iterator[Group]:
-    """High nibbles stay where they are: sixteen times the number, a sixteenth of the step, and the same bits."""
     scales = _scales_and_minima(rows)
     for run in range(4):
         raw = rows.quads(16 + 32 * run, 32)
         step, offset = next(scales)
         yield Group([q & _LOW for q in raw], [step], [offset])
         step, offset = next(scales)
-        yield Group([q & _HIGH for q in raw], [step * 0.0625], [offset])
+        yield _of_high_nibbles(raw, step, offset)
+
+
+def _shifted(raw: Sequence[Vec], step: Vec, offset: Vec) -> Group:
+    return Group([q >> 4 & _LOW for q in raw], [step], [offset])
+
+
+def _left_in_place(raw: Sequence[Vec], step: Vec, offset: Vec) -> Group:
+    """Sixteen times the number, a sixteenth of the step, and the same bits."""
+    return Group([q & _HIGH for q in raw], [step * 0.0625], [offset])
+
+
+_of_high_nibbles = _left_in_place if HAS_BYTE_PRODUCTS else _shifted
 
 
 def _q5_k(rows: Lanes) -> Iterator[Group]:
@@ -216,3 +228,5 @@ UNPACKERS: dict[TensorType, Unpacker] = {
     _T.Q6_K: Unpacker(256, 210, _q6_k, 2),
     _T.IQ4_XS: Unpacker(256, 136, _iq4_xs),
 }
+# Whose numbers are below 16 and have one step for 32: so many, times digits, add up in 16 bits.
+NIBBLE_TYPES = frozenset({_T.Q4_0, _T.Q4_1, _T.Q4_K})
