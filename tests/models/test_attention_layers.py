@@ -26,12 +26,15 @@ def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_seen: torch.Ten
     return torch.einsum("htp,pa->tha", scores.softmax(-1), v[:, 0]).flatten(1)
 
 
+@pytest.mark.parametrize("is_ring", [False, True])
 @pytest.mark.parametrize("n_ubatch", [1, 5, 16, N])
 @pytest.mark.parametrize(("window", "chunk"), [(None, None), (1, None), (7, None), (None, 8), (None, 100), (5, 8)])
-def test_windows_and_chunks(window: int | None, chunk: int | None, n_ubatch: int) -> None:
+def test_windows_and_chunks(window: int | None, chunk: int | None, n_ubatch: int, is_ring: bool) -> None:
     q, k, v = heads(1, H), heads(2, 1), heads(3, 1)
-    shape = KvShape(1, A, A)
-    cache = KvCache.over(shape, [torch.full(dims, torch.nan) for dims in shape.tensor_shapes(1, N)])
+    shape = KvShape(1, A, A, reach=window or chunk)
+    stored = shape.tensor_shapes(1, N, n_ubatch if is_ring else None)
+    assert stored[0][2] == (min(N, (window or chunk or N) + n_ubatch) if is_ring else N)
+    cache = KvCache.over(shape, [torch.full(dims, torch.nan) for dims in stored])
     outputs = []
     for first in range(0, N, n_ubatch):
         rows = slice(first, min(N, first + n_ubatch))
