@@ -161,3 +161,12 @@ def test_a_loaded_image_goes_no_further_back_than_the_slot_it_was_made_of() -> N
     scheduler = Scheduler(**SIZES, images=images, rings=rings)  # type: ignore[arg-type]
     long, short = [1] * 100, [2] * 5
     assert [reused(scheduler, ids) for ids in (long, short, [*long[:90], 3], [*long[:85], 4])] == [0, 0, 90, 0]
+
+
+def test_a_slot_that_cannot_be_cut_back_is_saved_though_prompts_begin_alike() -> None:
+    """The second prompt shares 80 tokens, but the slot goes back to 89 only: nothing of it is left."""
+    rings = Rings.of([KvShape(1, 1, 1, reach=16)], 400, 10)
+    images = ImageStore(90, lambda n_cells, n_states: n_cells * BLOCK_BYTES // 10)
+    scheduler = Scheduler(**SIZES, images=images, rings=rings)  # type: ignore[arg-type]
+    long = [1] * 100
+    assert [reused(scheduler, ids) for ids in (long, [*long[:80], 2], [*long, 3])] == [0, 0, 100]

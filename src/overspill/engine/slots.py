@@ -201,7 +201,8 @@ class Slots:
     def _save(self, sequence: Sequence, slot: Slot, *, spared: Image | None = None) -> None:
         """Save what a slot holds, if a prompt that enters it would leave too little of that."""
         assert sequence.slot is not None
-        n_kept = _n_common_prefix(slot.cells, sequence.ids)
+        n_common = _n_common_prefix(slot.cells, sequence.ids)
+        n_kept = n_common if n_common >= slot.floor else 0
         n_cells = len(slot.cells) if slot.states is None else slot.states.latest(len(slot.cells))
         if self._images is None or n_cells - n_kept <= _LEAST_LOST * n_cells or n_cells < slot.floor:
             return
