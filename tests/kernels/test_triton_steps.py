@@ -113,21 +113,27 @@ def test_heads_enter_the_cells_of_their_tokens(is_interleaved: bool, has_gains: 
         torch.testing.assert_close(cache, expected)
 
 
+def _shared(n: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros in memory that the host and the device reach."""
+    return torch.zeros(n, dtype=dtype, pin_memory=DEVICE.type == "cuda")
+
+
 def test_mail_arrives_whole() -> None:
     from overspill.kernels.triton.mail import put_mail, take_mail
 
     parts = [_random(3, 699, seed=1), torch.arange(22, dtype=torch.int32, device=DEVICE).view(2, 11)]
-    flags, late = torch.zeros(6 * FLAG_STRIDE, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    box, step = torch.zeros(3 * 699 + 3 + 24, dtype=torch.int32), torch.tensor([7], device=DEVICE)
+    flags, late = _shared(6 * FLAG_STRIDE, torch.int64), _shared(1, torch.int64)
+    box, step = _shared(3 * 699 + 3 + 24, torch.int32), torch.tensor([7], device=DEVICE)
 
     put_mail(step, parts, box, flags)
     received = [torch.zeros_like(part) for part in parts]
     take_mail(step, received, box, flags, late)
+    copies = [part.cpu() for part in received]  # waits for the device
 
     assert flags[::FLAG_STRIDE].tolist() == [7] * 6
     assert late.item() == 0
-    for part, copy in zip(parts, received, strict=True):
-        assert torch.equal(part, copy)
+    for part, copy in zip(parts, copies, strict=True):
+        assert torch.equal(part.cpu(), copy)
 
 
 @pytest.mark.parametrize("n_terms", [1, 3, 4, 9])
@@ -136,7 +142,7 @@ def test_mail_is_added_in_order(n_terms: int) -> None:
     from overspill.kernels.triton.mail import add_mail
 
     numbers = [_random(3, 701, seed=i) * 10.0**i for i in range(n_terms)]
-    flags, late = torch.full((3 * FLAG_STRIDE,), 7), torch.zeros(1, dtype=torch.int64)
+    flags, late = _shared(3 * FLAG_STRIDE, torch.int64).fill_(7), _shared(1, torch.int64)
     terms = [Term(x.view(torch.int32).view(-1), flags) if i % 3 == 1 else Term(x) for i, x in enumerate(numbers)]
     expected = numbers[0].clone()
     for x in numbers[1:]:
