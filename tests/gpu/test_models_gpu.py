@@ -114,7 +114,8 @@ def check_rounded(name: str, wanted: torch.Tensor, found: torch.Tensor, rounded:
         median, mean = float(kl.median()), float(kl.mean())
         note(f"{name} {key}", f"KL median {median:.1e} mean {mean:.1e}, {n} of {len(kl)} missed")
     assert float(lost.median()) <= max(NEAR, SLACK * float(usual.median()))
-    assert misses[0] <= SLACK * misses[1] + 3
+    # What a router's near-tie has changed stays in the states of recurrent layers: misses come in rows.
+    assert misses[0] <= SLACK * misses[1] + max(3, len(wanted) // 16)
 
 
 # --- tests
