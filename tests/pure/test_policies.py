@@ -110,4 +110,4 @@ def test_resident_steps_are_priced_as_replayed() -> None:
     made = choose(SHAPE, machine, Options(n_ctx=512), lambda n: needs)
     assert not made.has_host_experts
     step = made.predict(WaveShape.of_step(1, 100)).wave_us
-    assert N_LAYER * 38 + 800 < step < N_LAYER * 38 + 800 + 20 * 2 * N_LAYER + 200
+    assert N_LAYER * 34 + 600 < step < N_LAYER * 34 + 600 + 200

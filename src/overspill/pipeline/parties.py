@@ -16,7 +16,7 @@ from overspill.placement.rates import PartyRates
 HAND_OFF_US = 20.0
 """A copy's way from one device to another."""
 
-_LETTER_US = 8.0
+LETTER_US = 8.0
 """A letter's way from one party to another, in recorded steps (`docs/performance.md`)."""
 
 _PART_US = 40.0
@@ -95,7 +95,7 @@ def parties_of(
     links = rates.links_beside_cpu_gbps if host in helpers else rates.links_gbps
     parties = []
     for number in (owner, *helpers):
-        letters = 0.0 if number == owner else 2 * _LETTER_US
+        letters = 0.0 if number == owner else 2 * LETTER_US
         fixed = rates.cpu_call_us if number == host else _PART_US
         read_us = expert.n_bytes / (rates.cpu_gbps if number == host else links[number]) / 1e3
         # What a device reads is dequantised and multiplied when all of it is there.

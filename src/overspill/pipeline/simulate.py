@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from overspill.device.lane import Lane
 from overspill.gpu_memory import FEW_TOKENS
 from overspill.pipeline.ledger import Ledger, StreamId
-from overspill.pipeline.parties import HAND_OFF_US, ExpertLoad, n_experts_met, parties_of
+from overspill.pipeline.parties import HAND_OFF_US, LETTER_US, ExpertLoad, n_experts_met, parties_of
 from overspill.pipeline.schedule import Action, Order, Policy, Verb, WaveSchedule, actions
 from overspill.pipeline.split import Layout
 from overspill.pipeline.spread import missed
@@ -27,10 +27,11 @@ states are alike. A model of random weights: 0.54 of them with 128 tokens, 0.67 
 _LAUNCH_US = 20.0
 _CPU_EMBED_US = 0.1
 
-_STEP_LAYER_US = 38.0
-"""Of a layer in a step that is replayed, beyond what its weights take: kernels that are too small for the device."""
+_STEP_LAYER_US = 34.0
+"""Of a layer in a step that is replayed, beyond what its weights take: kernels that are too small for the device. Its
+launches cost nothing more, and what passes between devices goes by letter."""
 
-_STEP_US = 800.0
+_STEP_US = 600.0
 """Of such a step: starting it, and logits on their way. Both as measured on an H200 (docs/performance.md, Decoding)."""
 
 _REPLAY_US = 60.0
@@ -116,7 +117,9 @@ class _Costs:
         self._layout = layout
         self._wave = wave
         self._schedule = schedule
-        self._step_layer_us = _STEP_LAYER_US if is_recorded(layout, wave, schedule) else 0.0
+        is_replayed = is_recorded(layout, wave, schedule)
+        self._step_layer_us = _STEP_LAYER_US if is_replayed else 0.0
+        self._launch_us, self._pass_us = (0.0, LETTER_US) if is_replayed else (_LAUNCH_US, HAND_OFF_US)
         self._past = [wave.first_pos + sum(wave.n_tokens[:m]) for m in range(len(wave.n_tokens))]
         # A call takes the CPU's time wherever it computes; the launches of GPUs are priced by split (`issue_us`).
         self._call_us = 0.0 if machine.issue_us else machine.call_us
@@ -128,26 +131,26 @@ class _Costs:
             case Verb.UPLOAD:
                 return self._upload_us(action)
             case Verb.HAND_OFF:
-                return HAND_OFF_US + self._hand_off_us(action)
+                return self._pass_us + self._hand_off_us(action)
             case Verb.HAND_DOWN | Verb.HAND_UP:
                 return HAND_OFF_US + self._tile_us(action)
             case Verb.LAYERS | Verb.ATTEND:
                 layers = range(action.layer, max(action.last_layer, action.layer + 1))
-                return _LAUNCH_US + sum(self._layer_us(action, i) for i in layers)
+                return self._launch_us + sum(self._layer_us(action, i) for i in layers)
             case Verb.EXPERTS:
-                return _LAUNCH_US + self._experts_us(action)
+                return self._launch_us + self._experts_us(action)
             case Verb.SHARE:
-                return _LAUNCH_US + self._share_us(action)
+                return self._launch_us + self._share_us(action)
             case Verb.DIVIDE | Verb.ADD:
                 return 0.0
             case Verb.PLACE:
-                return _LAUNCH_US + self._place_us(action)
+                return self._launch_us + self._place_us(action)
             case Verb.WIDEN:
-                return _LAUNCH_US + self._slab_bytes(action) * 3 / self._rate_gbps(action.device) / 1e3
+                return self._launch_us + self._slab_bytes(action) * 3 / self._rate_gbps(action.device) / 1e3
             case Verb.OUTPUT:
                 n_rows = self._wave.n_tokens[action.ubatch] if action.chunk > 0 else 1
                 n_bytes = self._shape.output_bytes
-                return _LAUNCH_US + self._compute_us(action.device, n_rows * self._shape.output_flops, n_bytes)
+                return self._launch_us + self._compute_us(action.device, n_rows * self._shape.output_flops, n_bytes)
             case Verb.EMBED:
                 return _CPU_EMBED_US * self._wave.n_tokens[action.ubatch]
             case _:
