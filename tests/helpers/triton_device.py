@@ -49,6 +49,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     tile = RowTile(64, 512, Tuning())
     for module in ("skinny", "few_experts"):
         monkeypatch.setattr(f"overspill.kernels.triton.{module}.tile_of", lambda tiles, type: tile)
+    monkeypatch.setattr("overspill.kernels.triton.few_experts.down_tile", lambda type, n_tokens, n_slices: tile)
     monkeypatch.setattr("overspill.kernels.triton.skinny.token_tile", lambda type, n_rows: tile)
     monkeypatch.setattr("overspill.kernels.triton.routing.ROUTER", tile)
 

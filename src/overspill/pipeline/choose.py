@@ -194,14 +194,18 @@ def choose(shape: ModelShape, machine: Machine, options: Options, needs: Needs =
     """
     plans: list[Plan] = []
     refusal: UserError | None = None
-    for order, grain, n_ubatch, is_recorded in _candidates(shape, machine, options, needs):
-        kernels = needs(n_ubatch).recorded(is_recorded)
-        try:
-            plan = _plan(shape, machine, options, order, is_recorded, grain=grain, n_ubatch=n_ubatch, needs=kernels)
-        except UserError as error:
-            refusal = error
-        else:
-            plans.append(plan)
+    for order, grain, n_ubatch in _candidates(shape, machine, options):
+        seen: list[tuple[object, ...]] = []
+        for is_recorded in needs(n_ubatch).recordings:
+            kernels = needs(n_ubatch).recorded(is_recorded)
+            try:
+                placement, layout = _place(shape, machine, options, grain=grain, n_ubatch=n_ubatch, needs=kernels)
+                alike = layout, placement.n_ctx, placement.n_wave, placement.n_cached
+                if alike not in seen:  # otherwise the choice before is no slower, and simulating takes a second or two
+                    seen.append(alike)
+                    plans.append(_plan(shape, machine, options, order, is_recorded, placement, layout, kernels))
+            except UserError as error:
+                refusal = error
     if not plans:
         assert refusal is not None
         raise refusal
@@ -222,10 +226,7 @@ def _rate(plan: Plan) -> float:
     return plan.predicted_tokens_per_second
 
 
-def _candidates(
-    shape: ModelShape, machine: Machine, options: Options, needs: Needs
-) -> Iterator[tuple[Order, int, int, bool]]:
-    """Schedule, grain, ubatch, and whether prompts are recorded."""
+def _candidates(shape: ModelShape, machine: Machine, options: Options) -> Iterator[tuple[Order, int, int]]:
     n_devices = max(1, len(machine.devices))
     contiguous = math.ceil(shape.n_layer / n_devices)
     orders = [Order.BREADTH_FIRST, Order.DEPTH_FIRST] if options.schedule == "auto" else [Order(options.schedule)]
@@ -233,8 +234,7 @@ def _candidates(
         for order in orders:
             grains = [1, contiguous] if order is Order.BREADTH_FIRST and n_devices > 1 else [contiguous]
             for grain in grains if options.grain is None else [options.grain]:
-                for is_recorded in needs(n_ubatch).recordings:
-                    yield order, grain, n_ubatch, is_recorded
+                yield order, grain, n_ubatch
 
 
 def _ubatches(shape: ModelShape, options: Options) -> list[int]:
@@ -250,12 +250,10 @@ def _plan(
     options: Options,
     order: Order,
     is_recorded: bool,
-    *,
-    grain: int,
-    n_ubatch: int,
+    placement: Placement,
+    layout: Layout,
     needs: KernelNeeds,
 ) -> Plan:
-    placement, layout = _place(shape, machine, options, grain=grain, n_ubatch=n_ubatch, needs=needs)
     policy = None if options.policy == "auto" else Policy(options.policy)
     usual = Policy.ALL if policy in (None, Policy.SPREAD) else policy
     widens = needs.wide_value_bytes > 0
@@ -263,7 +261,7 @@ def _plan(
     if any(placement.n_cached):
         n_slices = n_kept_slices(shape, layout, spreads_alone=needs.spreads_alone)
         schedule = replace(schedule, n_cached=placement.n_cached, n_slices=n_slices)
-    reference = WaveShape.of_prompt(min(REFERENCE_PROMPT, placement.n_ctx, placement.n_wave), n_ubatch)
+    reference = WaveShape.of_prompt(min(REFERENCE_PROMPT, placement.n_ctx, placement.n_wave), placement.n_ubatch)
     predicted = predict(shape, machine, layout, reference, schedule)
     in_flight = options.max_in_flight or DEFAULT_IN_FLIGHT
     min_upload = _min_upload_tokens(shape, options)

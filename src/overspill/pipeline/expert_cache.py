@@ -63,7 +63,7 @@ class ExpertCaches:
         return {layer: held for i, states in self._states.items() for layer, held in self._read(i, states, n_slices)}
 
     def _read(self, i_device: int, layers: Collection[int], n_slices: int) -> Iterator[tuple[int, frozenset[int]]]:
-        (known,) = self._memory["host_cached", i_device]
+        known = self._memory.one(("host_cached", i_device))
         slots = known.host_tensor.view(torch.int32).view(len(layers), -1)[:, : self._n_expert * n_slices]
         is_held = (slots.reshape(-1, self._n_expert, n_slices) >= 0).all(2)
         for layer, row in zip(layers, is_held, strict=True):

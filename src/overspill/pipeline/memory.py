@@ -152,6 +152,11 @@ class Memory:
     def __getitem__(self, resource: Resource) -> tuple[Buffer, ...]:
         return self._buffers[resource]
 
+    def one(self, resource: Resource) -> Buffer:
+        """The buffer of a resource that has one."""
+        (buffer,) = self._buffers[resource]
+        return buffer
+
     def any_of(self, resource: Resource) -> tuple[Buffer, ...]:
         """Its buffers; none where it does not exist."""
         return self._buffers.get(resource, ())

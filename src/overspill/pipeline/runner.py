@@ -262,7 +262,7 @@ class Runner:
 
     def _write_inputs_host(self, ubatches: Sequence[Ubatch]) -> None:
         self._wait_users_host(("host_pos",))
-        (buffer,) = self._memory[("host_pos",)]
+        buffer = self._memory.one(("host_pos",))
         inputs = buffer.host_tensor.view(torch.int32).view(-1, 2, self._memory.sizes.n_ubatch)
         for row, ubatch in zip(inputs, ubatches, strict=False):
             positions = [p for s in ubatch.segments for p in range(s.first_pos, s.end_pos)]
@@ -272,7 +272,7 @@ class Runner:
         chosen: set[int] = set()
         for m in self._ids_asked:
             self._wait_users_host(("ids", m))
-            (buffer,) = self._memory["ids", m]
+            buffer = self._memory.one(("ids", m))
             n = ubatches[m].n_tokens * self._memory.n_expert_used
             chosen.update(buffer.host_tensor.view(torch.int32)[:n].tolist())
         self._ids_asked.clear()
@@ -281,7 +281,7 @@ class Runner:
     def _read_logits_host(self, results: list[torch.Tensor]) -> None:
         done = self._downloads.popleft()
         done.event.wait_host()
-        (buffer,) = self._memory["host_logits", done.action.slot]
+        buffer = self._memory.one(("host_logits", done.action.slot))
         logits = buffer.host_tensor.view(torch.float32).view(-1, self._memory.n_vocab)
         first = done.action.chunk * self._memory.sizes.n_logits_rows
         results[done.action.ubatch][first : first + done.n_rows] = logits[: done.n_rows]

@@ -95,7 +95,7 @@ class WaveShape:
         return cls((n_ubatch,) * full + ((rest,) if rest else ()), first_pos)
 
 
-def is_recorded(layout: Layout, wave: WaveShape, schedule: WaveSchedule) -> bool:
+def is_replayed_step(layout: Layout, wave: WaveShape, schedule: WaveSchedule) -> bool:
     """Whether a step is replayed: nothing of it goes up."""
     uploads = any(layout.slabs) and schedule.policy not in (Policy.CPU, Policy.SPREAD)
     return wave.is_step and not uploads and not layout.mixed
@@ -117,7 +117,7 @@ class _Costs:
         self._layout = layout
         self._wave = wave
         self._schedule = schedule
-        is_replayed = is_recorded(layout, wave, schedule)
+        is_replayed = is_replayed_step(layout, wave, schedule)
         self._step_layer_us = _STEP_LAYER_US if is_replayed else 0.0
         self._launch_us, self._pass_us = (0.0, LETTER_US) if is_replayed else (_LAUNCH_US, HAND_OFF_US)
         self._past = [wave.first_pos + sum(wave.n_tokens[:m]) for m in range(len(wave.n_tokens))]
@@ -261,7 +261,7 @@ def predict(shape: ModelShape, machine: Machine, layout: Layout, wave: WaveShape
     n_tiles = [layout.detour.n_tiles(4 * shape.x_dim * n) for n in wave.n_tokens]
     cost_us = costs(shape, machine, layout, wave, schedule)
     issued = actions(layout, schedule, n_chunks, n_tiles)
-    is_replayed = is_recorded(layout, wave, schedule)
+    is_replayed = is_replayed_step(layout, wave, schedule)
     issue_us = 0.0 if is_replayed else _issue_us(machine, schedule)
     timed = simulate(issued, cost_us, is_serial=schedule.order is Order.SERIAL, issue_us=issue_us)
     total = max(t.end_us for t in timed) + (_STEP_US if is_replayed else 0.0)

@@ -14,11 +14,10 @@ from types import MappingProxyType
 
 import torch
 
-from overspill.device.base import Buffer, Stream
+from overspill.device.base import Stream
 from overspill.kernels.sharing import CacheState
 from overspill.kernels.spread import stacks_in
 from overspill.models.base import Model
-from overspill.pipeline.ledger import Resource
 from overspill.pipeline.memory import Memory
 from overspill.pipeline.ring import PinnedRing
 from overspill.pipeline.schedule import Action, Verb
@@ -83,7 +82,7 @@ class Staging:
     def upload(self, action: Action, stream: Stream) -> None:
         """Give the copies of a slab to the stream."""
         parts = upload_parts(self._host_experts[action.layer], self._ids_of(action), self._held_of(action))
-        slot = self._one(("slot", action.device, action.slot))
+        slot = self._memory.one(("slot", action.device, action.slot))
         pinned = [part for part in parts if part.src.is_pinned]
         if pinned:
             stream.upload(slot, pinned, label=action.label)
@@ -140,17 +139,13 @@ class Staging:
         held = self._held_of(action)
         return [e for e in self._ids_of(action) if e in held]
 
-    def _one(self, resource: Resource) -> Buffer:
-        (buffer,) = self._memory[resource]
-        return buffer
-
     def _staged(self, action: Action, ids: Sequence[int]) -> ExpertWeights:
-        layer, slot = action.layer, self._one(("slot", action.device, action.slot))
+        layer, slot = action.layer, self._memory.one(("slot", action.device, action.slot))
         resident = partial(self._model.resident_part, layer)
         return staged(self._host_experts[layer], ids, slot.tensor, resident, self._model.expert_vectors(layer))
 
     def _widened(self, action: Action, ids: Sequence[int]) -> ExpertWeights:
-        layer, wide = action.layer, self._one(("wide", action.device)).tensor
+        layer, wide = action.layer, self._memory.one(("wide", action.device)).tensor
         key = layer, action.slab, len(ids)
         known = self._wide.get(key)
         if known is None or isinstance(ids, list):

@@ -35,7 +35,7 @@ from overspill.pipeline.memory import Memory
 from overspill.pipeline.schedule import Action, Policy, Verb, WaveSchedule, actions
 from overspill.pipeline.split import Detour, Layout
 from overspill.pipeline.step_work import StepWork, inputs_in
-from overspill.pipeline.wave import STEP_HEADER_WORDS, STEP_ROWS, STEP_WORDS, Ubatch, Wave
+from overspill.pipeline.wave import MAX_STEP_TOKENS, STEP_WORDS, Ubatch, Wave
 
 _PROGRAMS_KEPT = 16
 _PATIENCE_S = 20.0
@@ -93,8 +93,7 @@ class StepRunner:
         work.inputs = {i: self._new_input(i) for i in used}
         self._host_inputs = devices.host.allocate_pinned(4 * STEP_WORDS, name="host_step").host_tensor
         # The same memory for NumPy, which costs a step less than torch.
-        words = self._host_inputs.view(torch.int32).numpy()
-        self._written = words[:STEP_HEADER_WORDS].view(np.int64), words[STEP_HEADER_WORDS:].reshape(STEP_ROWS, -1)
+        self._written = [part.numpy() for part in inputs_in(self._host_inputs.view(torch.int32), MAX_STEP_TOKENS)]
         self._late = devices.host.allocate_pinned(8, name="late").host_tensor.view(torch.int64)
         self._late.zero_()
         self._letters = Letters(devices.host, memory, memory.step_letters(layout))
@@ -151,10 +150,11 @@ class StepRunner:
     # --- what the host does in a step
 
     def _write_inputs(self, ubatch: Ubatch) -> None:
-        number, rows = self._written
+        number, *targets = self._written
         number[0] = self._n_steps
-        tokens = zip(ubatch.segments, ubatch.ids, strict=True)
-        rows[:, : ubatch.n_tokens] = np.array([(s.first_pos, i, s.slot, *s.states) for s, i in tokens]).T
+        rows = [(s.first_pos, i, s.slot, *s.states) for s, i in zip(ubatch.segments, ubatch.ids, strict=True)]
+        for target, values in zip(targets, zip(*rows, strict=True), strict=True):
+            target[: ubatch.n_tokens] = values
 
     def _on_trial(self, ubatch: Ubatch) -> Ubatch:
         """The same, but for the states after it: cells may be written twice, a state would go on twice."""
@@ -198,7 +198,7 @@ class StepRunner:
     def _logits(self, program: _Program, ubatch: Ubatch) -> list[torch.Tensor]:
         pieces = []
         for action in program.last:
-            (buffer,) = self._memory[action.writes[0]]
+            buffer = self._memory.one(action.writes[0])
             logits = buffer.host_tensor.view(torch.float32).view(-1, self._memory.n_vocab)
             pieces.append(logits[: len(self._work.output_rows(ubatch, action.chunk))].numpy())
         # torch would wake threads for this copy.

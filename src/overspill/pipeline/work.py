@@ -14,7 +14,7 @@ import torch
 
 from overspill.cache.cells import Segment
 from overspill.cache.kv import KvCache
-from overspill.device.base import Buffer, Stream
+from overspill.device.base import Stream
 from overspill.gpu_memory import FEW_TOKENS
 from overspill.kernels import Ops
 from overspill.models.base import HParams, Model, Routing, UbatchView, forward_layer
@@ -157,12 +157,8 @@ class Work:
         self.staging.begin_wave(held)
         self._views = defaultdict(list)
 
-    def _one(self, resource: Resource) -> Buffer:
-        (buffer,) = self._memory[resource]
-        return buffer
-
     def _view(self, ubatch: Ubatch, device: int, m: int) -> UbatchView:
-        positions, ids = self._one(("pos", device)).tensor[m, :, : ubatch.n_tokens]
+        positions, ids = self._memory.one(("pos", device)).tensor[m, :, : ubatch.n_tokens]
         return UbatchView(ubatch.segments, positions, ids)
 
     def _views_of(self, action: Action, ubatch: Ubatch) -> list[UbatchView]:
@@ -192,7 +188,7 @@ class Work:
     def _ids(self, action: Action, ubatch: Ubatch) -> torch.Tensor:
         if action.device == self._layout.host:
             return torch.tensor(ubatch.ids)
-        return self._one(("pos", action.device)).tensor[action.ubatch, 1, : ubatch.n_tokens]
+        return self._memory.one(("pos", action.device)).tensor[action.ubatch, 1, : ubatch.n_tokens]
 
     def _layers(self, action: Action, ubatch: Ubatch) -> Callable[[], None]:
         views = self._views_of(action, ubatch)
@@ -247,7 +243,7 @@ class Work:
         keeps = ("cache", layer) in action.writes
 
         def body() -> None:
-            tally = self._one(("tally", action.device)).tensor[layer]
+            tally = self._memory.one(("tally", action.device)).tensor[layer]
             ids, who = self._routing(action, ubatch).ids, self._who(action)
             if keeps:
                 ops.look_up(ids, action.shares, who, tally, self.staging.kept(action)[1], self._layout.host)
@@ -258,7 +254,7 @@ class Work:
 
     def _who(self, action: Action) -> torch.Tensor:
         """The party of each expert, or of each slice."""
-        who = self._one(("who", action.device, action.ubatch)).tensor[0]
+        who = self._memory.one(("who", action.device, action.ubatch)).tensor[0]
         return who[: self._host_experts[action.layer].n_experts * action.n_slices]
 
     def _share(self, action: Action, ubatch: Ubatch) -> Callable[[], None]:
@@ -285,12 +281,12 @@ class Work:
 
     def _brought(self, action: Action, ubatch: Ubatch, ops: Ops, who: torch.Tensor) -> ExpertWeights:
         source = self._host_experts[action.layer].in_place()
-        room, wide = self._one(("slot", action.device, action.slot)).tensor, ("wide", action.device)
+        room, wide = self._memory.one(("slot", action.device, action.slot)).tensor, ("wide", action.device)
         weights = ops.fetch(source, who, action.device, room, self._model.expert_vectors(action.layer))
         if wide not in action.writes or ubatch.n_tokens <= FEW_TOKENS:
             return weights
         assert ops.widen is not None
-        plain = widened_alike(weights, self._one(wide).tensor)
+        plain = widened_alike(weights, self._memory.one(wide).tensor)
         ops.widen(weights, plain)
         return plain
 
@@ -309,7 +305,7 @@ class Work:
         def body() -> None:
             y = self._model.added_to(self._x(action, ubatch))
             for resource in action.reads[1:]:
-                y += self._one(resource).tensor[: ubatch.n_tokens]
+                y += self._memory.one(resource).tensor[: ubatch.n_tokens]
 
         return body
 
@@ -322,7 +318,7 @@ class Work:
 
         def body() -> None:
             x = self._x(action, ubatch)
-            logits = self._one(("logits", action.device, action.slot)).tensor
+            logits = self._memory.one(("logits", action.device, action.slot)).tensor
             is_run = rows[-1] - rows[0] + 1 == len(rows)
             wanted = x[rows[0] : rows[-1] + 1] if is_run else x[list(rows)]
             logits[: len(rows)].copy_(self._model.output(wanted))

@@ -31,8 +31,8 @@ class KernelNeeds:
     n_spread_tokens: most tokens whose host experts several parties can compute; 0: none. spreads_alone: other
     accelerators cannot take part, because they lack the experts' biases. read_cell_bytes: per cell of one sequence,
     where attention reads keys and values that are decoded first, of one layer. host_read_cell_bytes: the same in host
-    RAM, where the CPU computes layers. recordings: whether prompts are recorded, the choices that there are, the first
-    of equals; recording_bytes: what that takes besides.
+    RAM, where the CPU computes layers. recordings: whether prompts are recorded, the choices that there are, the
+    faster first; recording_bytes: what that takes besides.
     """
 
     wide_value_bytes: int = 0
