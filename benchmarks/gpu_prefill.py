@@ -4,8 +4,8 @@
 
 Needs 40 GB of free host RAM; about five minutes. Rows: long prompts per setup; short ones with each policy on one
 loaded model; prompts after steps that have filled a cache of half the experts, which go without those, and on the same
-model prompts that do not; memory per GPU as projected and as torch reserved it. `met` is the share of a layer's experts
-that a prompt's ids name: what `selected` uploads of them. A line of JSON each.
+model prompts that do not; then memory per GPU as projected and as the driver gave it away. `met` is the share of a
+layer's experts that a prompt's ids name: what `selected` uploads of them. A line of JSON each.
 """
 
 from __future__ import annotations
@@ -48,21 +48,26 @@ def row(llm: LLM, n_prompt: int, repetitions: int) -> Row:
     }
 
 
-def memory(llm: LLM) -> Row:
-    """Bytes per GPU."""
+def used_bytes() -> list[int]:
+    """What the driver has given away of each GPU: to torch, for recordings, and for loaded kernels."""
+    spaces = [torch.cuda.mem_get_info(i) for i in range(torch.cuda.device_count())]
+    return [total - free for free, total in spaces]
+
+
+def memory(llm: LLM, used_before: list[int]) -> Row:
+    """Bytes per GPU, after the longest prompt. torch keeps what it was given, so this is the most there was."""
     budgets = llm.plan.placement.budgets[:-1]
-    n_reserved = [torch.cuda.max_memory_reserved(i) for i in range(len(budgets))]
+    found = [after - before for after, before in zip(used_bytes(), used_before, strict=True)]
     return {
         "projected_gb": [round(b.used_bytes / 1e9, 2) for b in budgets],
-        "measured_gb": [round(n / 1e9, 2) for n in n_reserved],
-        "projected_by_measured": [round(b.used_bytes / n, 3) for b, n in zip(budgets, n_reserved, strict=True)],
+        "measured_gb": [round(n / 1e9, 2) for n in found[: len(budgets)]],
+        "projected_by_measured": [round(b.used_bytes / n, 3) for b, n in zip(budgets, found, strict=False)],
     }
 
 
 def long_prompts(llm: LLM, repetitions: int) -> Iterator[Row]:
     for n in LONG:
         yield row(llm, n, repetitions)
-    yield memory(llm)
 
 
 def cached_prompts(llm: LLM, repetitions: int) -> Iterator[Row]:
@@ -131,14 +136,21 @@ def main() -> None:
         if args.only and not name.startswith(tuple(args.only)):
             continue
         for i in range(torch.cuda.device_count()):
-            torch.cuda.reset_peak_memory_stats(i)
+            torch.zeros(1, device=f"cuda:{i}")  # so that what a process takes in any case is there
+        torch.cuda.empty_cache()
+        used_before = used_bytes()
         with LLM(synthetic("qwen3-30b-a3b", quant="Q8_0", n_layer=args.layers), **options) as llm:
             for found in rows(llm, args.repetitions):
-                line = json.dumps({"setup": name, "layers": args.layers, **found})
-                print(line, flush=True)
-                if args.out:
-                    with args.out.open("a") as file:
-                        file.write(line + "\n")
+                note(name, args, found)
+            note(name, args, memory(llm, used_before))
+
+
+def note(name: str, args: argparse.Namespace, found: Row) -> None:
+    line = json.dumps({"setup": name, "layers": args.layers, **found})
+    print(line, flush=True)
+    if args.out:
+        with args.out.open("a") as file:
+            file.write(line + "\n")
 
 
 if __name__ == "__main__":

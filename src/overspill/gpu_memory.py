@@ -26,7 +26,7 @@ MAX_RECORDED_LAYERS = 2048
 RECORDED_LAYER_BYTES = 130 << 10
 """What the graph of one of them took on an H200."""
 
-_POOL_BYTES = 192 << 20  # what torch's allocator keeps in pieces too small to use
+_POOL_BYTES = 64 << 20  # what torch's allocator keeps in pieces too small to use
 
 
 def temporary_bytes(

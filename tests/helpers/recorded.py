@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 
 from overspill.device.backend import WorkRecording
-from overspill.device.base import Buffer, Device, Stream, running_on
+from overspill.device.base import Buffer, Device, Recording, Stream, running_on
 from overspill.device.virtual import VirtualDevice, VirtualStream
 from overspill.kernels import Ops, Steps
 from overspill.kernels.numba.mail import look_for_flags, raise_flags
@@ -29,20 +29,25 @@ from overspill.quant.q8_rows import decode
 
 @contextmanager
 def issuing(device_class: type[Device], stream_class: type[Stream]) -> Iterator[None]:
-    """While it lasts, such devices issue what they would have recorded, every time it is asked for."""
+    """While it lasts, such devices issue what they would have recorded, every time it is asked for; what they have
+    recorded before is replayed."""
+    real = stream_class.replay
 
     def record(self: Device, works: Iterable[Callable[[], None]], *, kept: Sequence[object] = ()) -> WorkRecording:
         return WorkRecording(works, kept)
 
     def replay(
         self: Stream,
-        recorded: WorkRecording,
+        recorded: Recording,
         *,
         label: str,
         reads: Sequence[Buffer] = (),
         writes: Sequence[Buffer] = (),
     ) -> None:
-        self.launch(recorded.run, label=label, reads=reads, writes=writes)
+        if isinstance(recorded, WorkRecording):
+            self.launch(recorded.run, label=label, reads=reads, writes=writes)
+        else:
+            real(self, recorded, label=label, reads=reads, writes=writes)
 
     def angles(self: UbatchView, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
         """Layers share them within a step; a list of work has no other way to begin the next one without them."""

@@ -83,6 +83,8 @@ class AttentionChooser:
         key = (_device_name(device), heads, size.name)
         if key not in self._rankings:
             self._rankings[key] = self._rank(heads, size, device)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()  # otherwise what the problems took is kept, 0.3 GB for 32 heads
         return self._rankings[key]
 
     def _rank(self, heads: Heads, size: SizeClass, device: torch.device) -> list[Candidate]:
