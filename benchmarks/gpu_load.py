@@ -2,12 +2,11 @@
 
     python benchmarks/gpu_load.py [--layers 48] [--dir /dev/shm] [--out FILE]
 
-Needs a GPU and 75 GB of free host RAM; about two minutes. The file has Qwen3-30B-A3B's shape in Q8_0. Blocks are random
-and the same in every layer, so that it is written at the speed of memory. Parts, in seconds: `index` opens the file and
-reads its header and table; `machine` measures links and compute; `plan`; `buffers` reserves activations, cells and
-staging; `dense` is what goes to the devices; `experts` are brought into host memory: the time of the thread that
-reserves and registers it is `of which pin`, reading goes on beside it. The first run, which warms up CUDA, is not
-counted.
+Needs a GPU and 75 GB of free host RAM; about two minutes. The file has Qwen3-30B-A3B's shape in Q8_0. Parts, in
+seconds: `index` opens the file and reads its header and table; `machine` measures links and compute; `plan`; `buffers`
+reserves activations, cells and staging; `dense` is what goes to the devices; `experts` are brought into host memory:
+the time of the thread that reserves and registers it is `of which pin`, reading goes on beside it. The first run, which
+warms up CUDA, is not counted.
 """
 
 from __future__ import annotations
@@ -16,83 +15,19 @@ import argparse
 import json
 import os
 import pkgutil
-import struct
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import torch
+from model_file import write
 
 from overspill import LLM
-from overspill.bench.shapes import SHAPES
-from overspill.bench.synth import SyntheticModel, synthetic
 
 SHAPE, QUANT = "qwen3-30b-a3b", "Q8_0"
-_ALIGNMENT = 32
-_WRITERS = 16
-_U32, _F32, _BOOL, _STRING, _U64 = 4, 6, 7, 8, 10
-
-
-def text(value: str) -> bytes:
-    raw = value.encode()
-    return struct.pack("<Q", len(raw)) + raw
-
-
-def key(name: str, value: object) -> bytes:
-    match value:
-        case bool():
-            return text(name) + struct.pack("<IB", _BOOL, value)
-        case int():
-            return text(name) + struct.pack("<II", _U32, value)
-        case float():
-            return text(name) + struct.pack("<If", _F32, value)
-        case str():
-            return text(name) + struct.pack("<I", _STRING) + text(value)
-    raise TypeError(f"{name}: {value!r}")
-
-
-def header(model: SyntheticModel, values: dict[str, object]) -> tuple[bytes, dict[str, int]]:
-    """The head of the file, padded, and where each tensor's bytes begin."""
-    table, offsets, end = b"", {}, 0
-    for name, info in model.tensors.items():
-        dims = tuple(reversed(info.shape))
-        table += text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, int(info.type), end)
-        offsets[name] = end
-        end += -(-info.n_bytes // _ALIGNMENT) * _ALIGNMENT
-    head = b"GGUF" + struct.pack("<IQQ", 3, len(model.tensors), len(values))
-    head += b"".join(key(name, value) for name, value in values.items()) + table
-    head += bytes(-len(head) % _ALIGNMENT)
-    return head, {name: len(head) + offset for name, offset in offsets.items()}
-
-
-def write(path: Path, n_layer: int) -> int:
-    """Write the model on many threads; returns its bytes."""
-    model = synthetic(SHAPE, quant=QUANT, n_layer=n_layer)
-    values = SHAPES[SHAPE] | {"qwen3moe.block_count": n_layer}
-    head, offsets = header(model, dict(values))
-    kinds = {name: name.split(".", 2)[2] for name in model.tensors if name.startswith("blk.")}
-    firsts = {kind: model.bytes_of(f"blk.0.{kind}").data for kind in set(kinds.values())}
-
-    def put(name: str) -> None:
-        raw = memoryview(firsts[kinds[name]] if name in kinds else np.ascontiguousarray(model.bytes_of(name)).data)
-        done = 0
-        while done < len(raw):
-            done += os.pwrite(fd, raw[done : done + (64 << 20)], offsets[name] + done)
-
-    fd = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
-    try:
-        os.pwrite(fd, head, 0)
-        os.ftruncate(fd, max(offsets[name] + info.n_bytes for name, info in model.tensors.items()))
-        with ThreadPoolExecutor(_WRITERS) as pool:
-            list(pool.map(put, model.tensors))
-        return os.fstat(fd).st_size
-    finally:
-        os.close(fd)
 
 
 class Parts:
@@ -178,7 +113,7 @@ def main() -> None:
 
     try:
         started = time.perf_counter()
-        n_bytes = write(path, args.layers)
+        n_bytes = write(path, SHAPE, quant=QUANT, n_layer=args.layers)
         note({"file_bytes": n_bytes, "written_in": round(time.perf_counter() - started, 2)})
         common = {"devices": args.devices, "cpu_moe": True, "n_ctx": 4096, "n_ubatch": 512}
         load(path, **common)

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from overspill.bench.shapes import SHAPES
+from overspill.bench.synth import synthetic
+from overspill.errors import UserError
 from overspill.gguf import open_gguf
+from overspill.gguf.keys import Keys
+from overspill.models.check import has_tokenizer, tokenizer_of
 from overspill.text import Tokenizer
 from overspill.text.pretokenize import PRE_TOKENIZERS
 from tests.helpers.gguf_files import string
@@ -129,3 +135,13 @@ def test_models_of_the_fixtures_with_special_tokens():
             assert tokenizer.encode(case["text"], **flags) == case["ids"], (path.name, case)
             n_samples += 1
     assert n_samples > 100
+
+
+@pytest.mark.parametrize("name", ["none", "no_vocab"])
+def test_models_without_a_vocabulary(name: str):
+    """llama.cpp's names for it: token ids can go in and out."""
+    values = SHAPES["gpt-oss-20b"] | {"tokenizer.ggml.model": name}
+    source = replace(synthetic("gpt-oss-20b", quant="Q8_0"), keys=Keys.of(values, "a file"))
+    assert not has_tokenizer(source)
+    with pytest.raises(UserError, match="only token ids can go in and out"):
+        tokenizer_of(source)

@@ -63,7 +63,7 @@ def _keys_of(source: ModelSource) -> Keys:
 
 def has_tokenizer(source: ModelSource) -> bool:
     """Whether text can go in and out; token ids always can."""
-    return "tokenizer.ggml.model" in source.keys
+    return source.keys.text("tokenizer.ggml.model", default="none") not in ("none", "no_vocab")
 
 
 def tokenizer_of(source: ModelSource) -> Tokenizer:
@@ -77,7 +77,9 @@ def require_tokenizer(source: ModelSource) -> None:
     """`UserError` when the model has no tokenizer."""
     if not has_tokenizer(source):
         name = shown_path(source.name)
-        raise UserError(f"{name}: no tokenizer (tokenizer.ggml.model is missing): only token ids can go in and out")
+        raise UserError(
+            f"{name}: no tokenizer (tokenizer.ggml.model is missing or none): only token ids can go in and out"
+        )
 
 
 @contextmanager
