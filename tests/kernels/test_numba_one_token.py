@@ -1,4 +1,5 @@
-"""Half a layer for one token in one call: the bits of the ops one by one, wherever the token is and whoever calls."""
+"""Layers, and halves of them, for one token in one call: the bits of the ops one by one, wherever the token is and
+whoever calls."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from overspill.gguf.types import TensorType
-from overspill.kernels import AttentionWeights, RouterWeights, cpu
+from overspill.kernels import AttentionWeights, RoutedWeights, RouterWeights, TokenLayer, TokenLayers, cpu
 from overspill.kernels.numba import use_threads
 from overspill.quant.experts import Activation, ExpertWeights
 from tests.kernels.weights import random_weight
@@ -47,9 +48,20 @@ def one_by_one(w: AttentionWeights, x, keys, values, position, angles) -> torch.
     return cpu.add_linear(x, attended, w.output)
 
 
+def attention(w: AttentionWeights) -> TokenLayers:
+    layers = cpu.token_layers([TokenLayer(w)])
+    assert layers is not None
+    return layers
+
+
+def call(layers: TokenLayers, x, keys, values, position, angles, slot: int = 0) -> torch.Tensor:
+    return layers(x, [(keys, values)], slot, position, [angles])
+
+
 def inputs(seed: int):
+    """x, keys and values of two sequences, angles."""
     random = torch.Generator().manual_seed(seed)
-    keys, values = torch.randn(2, G, C, A, generator=random)[1], torch.randn(G, C, B, generator=random)
+    keys, values = torch.randn(2, G, C, A, generator=random), torch.randn(2, G, C, B, generator=random)
     theta = torch.randn(1, A // 2, generator=random)
     return torch.randn(1, D, generator=random), keys, values, (theta.cos(), theta.sin())
 
@@ -65,13 +77,13 @@ CHANGES = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_attention_of_one_token_has_the_bits_of_its_ops(name: str) -> None:
     w = weights(**CHANGES[name])
-    attend = cpu.token_attention(w)
-    assert attend is not None
+    attend = attention(w)
     for i, position in enumerate((0, 3, C - 1)):
         x, keys, values, angles = inputs(i)
         before, their_keys, their_values = x.clone(), keys.clone(), values.clone()
-        expected = one_by_one(w, x, their_keys, their_values, position, angles)
-        assert torch.equal(attend(x, keys, values, position, angles), expected)
+        slot = i % 2
+        expected = one_by_one(w, x, their_keys[slot], their_values[slot], position, angles)
+        assert torch.equal(call(attend, x, keys, values, position, angles, slot), expected)
         assert torch.equal(keys, their_keys)
         assert torch.equal(values, their_values)
         assert torch.equal(x, before)
@@ -80,42 +92,36 @@ def test_attention_of_one_token_has_the_bits_of_its_ops(name: str) -> None:
 @pytest.mark.parametrize("n_ring", [5, 6, 37])
 def test_cells_of_a_ring_give_the_bits_of_cells_in_a_row(n_ring: int) -> None:
     w = weights(window=5, sinks=torch.linspace(-1, 1, H))
-    attend = cpu.token_attention(w)
-    assert attend is not None
+    attend = attention(w)
     for position in (0, 4, 5, n_ring - 1, n_ring, n_ring + 1, 2 * n_ring - 2, C - 1):
         x, keys, values, angles = inputs(position)
-        rings = [torch.full((G, n_ring, dim), torch.nan) for dim in (A, B)]
+        rings = [torch.full((2, G, n_ring, dim), torch.nan) for dim in (A, B)]
         for p in range(max(0, position - n_ring), position):
             for ring, cells in zip(rings, (keys, values), strict=True):
-                ring[:, p % n_ring] = cells[:, p]
-        expected = one_by_one(w, x, keys, values, position, angles)
-        assert torch.equal(attend(x, *rings, position, angles), expected)
-        assert torch.equal(rings[0][:, position % n_ring], keys[:, position])
-        assert torch.equal(rings[1][:, position % n_ring], values[:, position])
+                ring[1, :, p % n_ring] = cells[1, :, p]
+        expected = one_by_one(w, x, keys[1], values[1], position, angles)
+        assert torch.equal(call(attend, x, *rings, position, angles, 1), expected)
+        assert torch.equal(rings[0][1, :, position % n_ring], keys[1, :, position])
+        assert torch.equal(rings[1][1, :, position % n_ring], values[1, :, position])
 
 
 def test_cells_of_another_cache_are_found() -> None:
     w = weights()
-    attend = cpu.token_attention(w)
-    assert attend is not None
+    attend = attention(w)
     x, keys, values, angles = inputs(3)
     for n_cells in (C, 50, C):
-        some_keys, some_values = keys[:, :n_cells].clone(), values[:, :n_cells].clone()
-        expected = one_by_one(w, x, some_keys.clone(), some_values.clone(), 30, angles)
-        assert torch.equal(attend(x, some_keys, some_values, 30, angles), expected)
+        some_keys, some_values = keys[:, :, :n_cells].clone(), values[:, :, :n_cells].clone()
+        expected = one_by_one(w, x, some_keys[1].clone(), some_values[1].clone(), 30, angles)
+        assert torch.equal(call(attend, x, some_keys, some_values, 30, angles, 1), expected)
 
 
 def test_any_thread_with_any_number_of_threads_may_call() -> None:
-    w = weights()
-    attend = cpu.token_attention(w)
-    assert attend is not None
-    results = []
+    attend, results = attention(weights()), []
 
     def work(n_threads: int) -> None:
         use_threads(n_threads)
         for _ in range(2):
-            x, keys, values, angles = inputs(7)
-            results.append(attend(x, keys, values, 9, angles))
+            results.append(call(attend, *inputs(7)[:3], 9, inputs(7)[3]))
 
     work(1)
     work(2)
@@ -124,6 +130,57 @@ def test_any_thread_with_any_number_of_threads_may_call() -> None:
     other.join()
     assert len(results) == 6
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+def routed(seed: int, n_experts: int = 5) -> RoutedWeights:
+    random = torch.Generator().manual_seed(seed)
+    gate, up = (random_weight(TensorType.Q4_K, (n_experts, 96, D), seed=seed + i) for i in range(2))
+    router = RouterWeights(
+        gain=torch.rand(D, generator=random),
+        router=random_weight(TensorType.F32, (n_experts, D), seed=seed),
+        bias=None,
+        eps=1e-6,
+        n_used=2,
+        gating=1,
+        is_normalised=True,
+        scale=1.0,
+    )
+    down = random_weight(TensorType.Q8_0, (n_experts, D, 96), seed=seed + 2)
+    return RoutedWeights(router, ExpertWeights(gate, up, down), Activation.SILU)
+
+
+def routed_one_by_one(w: RoutedWeights, x: torch.Tensor) -> torch.Tensor:
+    r, out = w.router, x.clone()
+    rule = {"n_used": r.n_used, "gating": r.gating, "is_normalised": r.is_normalised, "scale": r.scale}
+    normed, ids, mix = cpu.route(x, r.gain, r.router.data.view(torch.float32), r.bias, None, eps=r.eps, **rule)
+    cpu.experts(normed, ids, mix, w.weights, w.activation, out)
+    return out
+
+
+@pytest.mark.parametrize("n_threads", [1, 2])
+def test_layers_of_one_token_have_the_bits_of_their_ops(n_threads: int) -> None:
+    """Layers that differ in all that may differ: widths of heads, window, experts, angles."""
+    all_weights = [weights(), weights(window=5, gains=(None, None)), weights(sinks=torch.linspace(-1, 1, H))]
+    experts = [routed(1), routed(5, n_experts=9), None]
+    layers = cpu.token_layers(
+        [TokenLayer(w, e, i % 2) for i, (w, e) in enumerate(zip(all_weights, experts, strict=True))]
+    )
+    assert layers is not None
+    use_threads(n_threads)
+    for position in (0, 7, 8, 30):
+        given = [inputs(10 * position + i) for i in range(3)]
+        x, angles = given[0][0], [given[0][3], given[1][3]]
+        cells = [(keys, values) for _, keys, values, _ in given]
+        theirs = [(keys.clone(), values.clone()) for keys, values in cells]
+        expected = x
+        for i, (w, e) in enumerate(zip(all_weights, experts, strict=True)):
+            own = [part[position % 2] for part in theirs[i]]
+            expected = one_by_one(w, expected, *own, position, angles[i % 2])
+            expected = expected if e is None else routed_one_by_one(e, expected)
+        for _ in range(2):
+            assert torch.equal(layers(x, cells, position % 2, position, angles), expected)
+        for own, other in zip(cells, theirs, strict=True):
+            assert all(map(torch.equal, own, other))
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -154,15 +211,34 @@ def test_router_of_one_token_has_the_bits_of_its_ops(gating: int, has_bias: bool
 
 def test_tokens_that_are_no_whole_units_go_another_way() -> None:
     w = weights(gain=torch.rand(40), q=random_weight(TensorType.F32, (H * A, 40)))
-    assert cpu.token_attention(w) is None
+    assert cpu.token_layers([TokenLayer(w)]) is None
+    assert cpu.token_layers([TokenLayer(weights()), TokenLayer(w)]) is None
 
 
 def test_cells_that_do_not_fit_are_refused() -> None:
-    attend = cpu.token_attention(weights())
-    assert attend is not None
+    attend = attention(weights())
     x, keys, values, angles = inputs(1)
     with pytest.raises(ValueError, match="do not fit"):
-        attend(x, keys[..., :16], values, 0, angles)
+        call(attend, x, keys[..., :16], values, 0, angles)
+    with pytest.raises(ValueError, match="do not fit"):
+        call(attend, x, keys, values[:, :, 1:], 0, angles)
+
+
+@pytest.mark.parametrize(("slot", "position"), [(0, C), (2, 0), (-1, 0), (0, -1)])
+def test_a_token_without_a_cell_is_refused(slot: int, position: int) -> None:
+    attend = attention(weights())
+    x, keys, values, angles = inputs(1)
+    with pytest.raises(ValueError, match="has no cells"):
+        call(attend, x, keys, values, position, angles, slot)
+
+
+def test_experts_of_another_router_are_refused() -> None:
+    mixed = routed(1)._replace(router=routed(1, n_experts=6).router)
+    layers = cpu.token_layers([TokenLayer(weights(), mixed)])
+    assert layers is not None
+    x, keys, values, angles = inputs(1)
+    with pytest.raises(ValueError, match="not those of a router"):
+        call(layers, x, keys, values, 0, angles)
 
 
 @pytest.mark.parametrize("slot_of", [None, [1, -1, 0, 2, -1]], ids=["all", "some"])

@@ -208,20 +208,39 @@ class RouterWeights:
     scale: float
 
 
-class TokenAttention(Protocol):
-    """Norm, projections, heads, attention, output projection and residual for one token: x `[1, D]` -> `[1, D]`.
+class RoutedWeights(NamedTuple):
+    """A router and its experts, all of which are there."""
 
-    keys, values: all cells of the sequence, `[G, C, A]` and `[G, C, B]`; the token's own is `position`, modulo C.
-    angles: as for `PrepareHeads`. Bit-equal to the ops one by one.
+    router: RouterWeights
+    weights: ExpertWeights
+    activation: Activation
+
+
+class TokenLayer(NamedTuple):
+    """Attention with its norm and residual, and routed experts with theirs; experts: None for the attention alone.
+
+    i_angles: which of the angles of a call turn its heads.
+    """
+
+    attention: AttentionWeights
+    experts: RoutedWeights | None = None
+    i_angles: int = 0
+
+
+class TokenLayers(Protocol):
+    """Layers that follow each other, for one token: x `[1, D]` -> `[1, D]`. Bit-equal to the ops one by one.
+
+    cells: of each layer, keys `[S, G, C, A]` and values `[S, G, C, B]`: of sequence `slot` the token's own is
+    `position`, modulo C. angles: as for `PrepareHeads`.
     """
 
     def __call__(
         self,
         x: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        cells: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        slot: int,
         position: int,
-        angles: tuple[torch.Tensor, torch.Tensor],
+        angles: Sequence[tuple[torch.Tensor, torch.Tensor]],
     ) -> torch.Tensor: ...
 
 
@@ -273,7 +292,7 @@ class Ops:
     gain [K], eps)`, plus biases `[N]` of all weights or of none; None likewise.
     prepare_steps, attend_steps, delta_steps, mail: attention and delta rule whose positions lie on the device, and the
     way from one device to another, for work that is recorded; None where nothing is.
-    token_attention, token_router, token_experts: for one token, with weights that stay where they are; None where the
+    token_layers, token_router, token_experts: for one token, with weights that stay where they are; None where the
     ops one by one do as well, and as a result where the kernels do not take such weights.
     scratch: memory that launched work may still refer to when it is replayed.
     q8_rows: cells of type q8_0, apart from the ops above.
@@ -308,7 +327,7 @@ class Ops:
     attend_steps: AttendSteps | None = None
     delta_steps: DeltaSteps | None = None
     mail: Mail | None = None
-    token_attention: Callable[[AttentionWeights], TokenAttention | None] | None = None
+    token_layers: Callable[[Sequence[TokenLayer]], TokenLayers | None] | None = None
     token_router: Callable[[RouterWeights], TokenRouter | None] | None = None
     token_experts: Callable[[ExpertWeights, Activation], TokenExperts | None] | None = None
     scratch: Callable[[], Sequence[torch.Tensor]] = list

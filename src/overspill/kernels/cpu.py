@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from overspill.gguf.types import TensorType
-from overspill.kernels import AttentionWeights, Ops, RouterWeights, TokenAttention, TokenExperts, TokenRouter, ref
+from overspill.kernels import Ops, RouterWeights, TokenExperts, TokenLayer, TokenLayers, TokenRouter, ref
 from overspill.kernels import numba as fast
 from overspill.kernels.expert_cache import fill, look_up, place
 from overspill.kernels.spread import divide, fetch
@@ -160,13 +160,22 @@ def _mask(n_queries: int, n_cells: int, window: int | None) -> torch.Tensor:
     return torch.zeros(n_queries, n_cells).masked_fill_(hidden, float("-inf"))
 
 
-def token_attention(weights: AttentionWeights) -> TokenAttention | None:
-    """`kernels.TokenAttention`."""
-    w = weights
-    n_model = w.gain.numel()
-    if n_model % fast.UNIT_ELEMENTS or not all(_has_kernel(matrix.type) for matrix in (w.q, w.k, w.v, w.output)):
-        return None
-    return fast.TokenAttention(w)
+def token_layers(layers: Sequence[TokenLayer]) -> TokenLayers | None:
+    """`kernels.TokenLayers`."""
+    return fast.TokenLayers(layers) if all(map(_has_kernels, layers)) else None
+
+
+def _has_kernels(layer: TokenLayer) -> bool:
+    w = layer.attention
+    is_whole = w.gain.numel() % fast.UNIT_ELEMENTS == 0
+    if not is_whole or not all(_has_kernel(matrix.type) for matrix in (w.q, w.k, w.v, w.output)):
+        return False
+    return layer.experts is None or _is_for_token(layer.experts.weights)
+
+
+def _is_for_token(weights: ExpertWeights) -> bool:
+    is_whole = weights.gate.shape[2] % fast.UNIT_ELEMENTS == 0
+    return is_whole and weights.n_slices == 1 and all(_has_kernel(part.type) for part in weights.parts)
 
 
 def token_router(weights: RouterWeights) -> TokenRouter | None:
@@ -176,9 +185,7 @@ def token_router(weights: RouterWeights) -> TokenRouter | None:
 
 def token_experts(weights: ExpertWeights, activation: Activation) -> TokenExperts | None:
     """`kernels.TokenExperts`."""
-    is_whole = weights.gate.shape[2] % fast.UNIT_ELEMENTS == 0
-    can_be = is_whole and weights.n_slices == 1 and all(_has_kernel(part.type) for part in weights.parts)
-    return fast.TokenExperts(weights, activation) if can_be else None
+    return fast.TokenExperts(weights, activation) if _is_for_token(weights) else None
 
 
 def experts(
@@ -211,7 +218,7 @@ def prepare_experts(
     if not all(_has_kernel(part.type) for part in weights.parts) or x.shape[1] % fast.UNIT_ELEMENTS:
         return None
     assert isinstance(weights.slot_of, np.ndarray)
-    return fast.PreparedExperts(x, ids, mix, weights, weights.slot_of, out, activation)
+    return fast.PreparedExperts(x, ids, mix, weights, weights.slot_of, out, activation, fast.Pieces())
 
 
 OPS = Ops(
@@ -235,7 +242,7 @@ OPS = Ops(
     route=route,
     add_linear=add_linear,
     linears=linears,
-    token_attention=token_attention,
+    token_layers=token_layers,
     token_router=token_router,
     token_experts=token_experts,
 )

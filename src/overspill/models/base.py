@@ -12,6 +12,8 @@ six steps, and `pipeline.split` cuts the work at the same names:
                                host RAM may be computed elsewhere than their layer
     output(x) -> logits        final norm and head, for the rows that are wanted
 
+`layers(first, x, caches, view)` is attend, route and experts of layers whose experts lie where they compute.
+
 Each layer's weights are bound to a device by the loader; a model never asks which.
 """
 
@@ -100,6 +102,11 @@ class UbatchView:
     steps: Steps | None = None
     state_rows: StateSteps | None = None
 
+    @property
+    def is_one_token(self) -> bool:
+        """Whether it is one, and known to the host."""
+        return self.steps is None and len(self.segments) == 1 and self.segments[0].n_tokens == 1
+
     def angles(self, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin `[T, n_rot / 2]` of the rows."""
         if rope.name not in self.turned:
@@ -124,6 +131,8 @@ class Model(Protocol):
     def added_to(self, x: torch.Tensor) -> torch.Tensor: ...
 
     def experts(self, i_layer: int, y: torch.Tensor, routing: Routing, weights: ExpertWeights, ops: Ops) -> None: ...
+
+    def layers(self, first: int, x: torch.Tensor, caches: Sequence[KvCache], view: UbatchView) -> torch.Tensor: ...
 
     def resident_experts(self, i_layer: int) -> ExpertWeights: ...
 

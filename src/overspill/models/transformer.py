@@ -16,8 +16,8 @@ import torch
 from overspill.cache.cells import Segment
 from overspill.cache.kv import KvCache
 from overspill.gguf.types import TensorType
-from overspill.kernels import AttentionWeights, Ops, RouterWeights, Steps, TokenAttention, TokenExperts, TokenRouter
-from overspill.models.base import Block, HParams, Routing, UbatchView
+from overspill.kernels import AttentionWeights, Ops, RouterWeights, Steps
+from overspill.models.base import Block, HParams, Routing, UbatchView, forward_layer
 from overspill.models.layers import (
     PARTS,
     PlainHeads,
@@ -33,6 +33,7 @@ from overspill.models.layers import (
     norm_linears,
     shared_experts,
 )
+from overspill.models.one_token import OneToken, PlainParts
 from overspill.models.rope import Rope
 from overspill.models.router import pick_experts
 from overspill.quant.experts import Activation, ExpertVectors, ExpertWeights
@@ -40,6 +41,8 @@ from overspill.quant.qtensor import QTensor
 
 # Methods that no subclass overrides where attention is one op.
 _ATTENTION_HOOKS = ("attend_projected", "put_projected", "attend_cells")
+# And where a layer is.
+_LAYER_HOOKS = ("attend", "route", "added_to", "experts")
 
 
 class _Preparation(NamedTuple):
@@ -110,10 +113,9 @@ class Transformer:
         self._blocks = blocks
         self._head = head
         self._ropes = [_rope(hparams, i, block) for i, block in enumerate(blocks)]
-        self._token_attentions = [self._token_attention(i, block) for i, block in enumerate(blocks)]
-        self._token_routers = [self._token_router(i, block) for i, block in enumerate(blocks)]
         self._resident_experts: dict[int, ExpertWeights] = {}
-        self._token_experts: dict[int, tuple[ExpertWeights, TokenExperts | None]] = {}
+        plain_parts = [self._plain_parts(i, block) for i, block in enumerate(blocks)]
+        self._one_token = OneToken(plain_parts, self.activation, self._all_experts)
         self._vectors = [expert_vectors(block, hparams.expert_limit(i)) for i, block in enumerate(blocks)]
 
     def embed(self, ids: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
@@ -123,11 +125,10 @@ class Transformer:
     def attend(self, i_layer: int, x: torch.Tensor, cache: KvCache, view: UbatchView) -> torch.Tensor:
         """Norm, attention, output projection, residual: `[T, D]` -> `[T, D]`."""
         block, eps = self._blocks[i_layer], self.hparams.rms_eps
-        if x.shape[0] == 1 and view.steps is None:
-            attend, rope = self._token_attentions[i_layer], self._ropes[i_layer]
-            if attend is not None and rope is not None and cache.k.dtype == torch.float32:
-                (segment,) = view.segments
-                return attend(x, *cache.all_cells(segment), segment.first_pos, view.angles(rope))
+        if view.is_one_token:
+            found = self._one_token.attend(i_layer, x, cache, view)
+            if found is not None:
+                return found
         if self.has_plain_projections:
             qkv = norm_linears(block, "attn_norm", _QKV, x, eps)
             attended = self.attend_projected(i_layer, block, qkv, cache, view)
@@ -242,7 +243,7 @@ class Transformer:
     def _routed(self, i_layer: int, block: Block, x: torch.Tensor) -> tuple[torch.Tensor, Routing]:
         """The normed x, and its routing."""
         gain, eps, rule = block.vector(self.ffn_norm), self.hparams.rms_eps, self.hparams.router
-        token_router = self._token_routers[i_layer]
+        token_router = self._one_token.router(i_layer)
         if token_router is not None and x.shape[0] == 1:
             routed = token_router(x)
             return routed[0], Routing(*routed)
@@ -270,14 +271,18 @@ class Transformer:
         is_plain = self.has_plain_router and router.type is TensorType.F32 and block.scale("ffn_gate_inp") is None
         return is_plain and rule is not None and rule.n_groups <= 1
 
-    def _token_router(self, i_layer: int, block: Block) -> TokenRouter | None:
-        rule, make = self.hparams.router, block.ops.token_router
+    def _plain_parts(self, i_layer: int, block: Block) -> PlainParts:
+        attention, router = self._plain_attention(i_layer, block), self._plain_router(i_layer, block)
+        return PlainParts(block.ops, attention, self._ropes[i_layer], router)
+
+    def _plain_router(self, i_layer: int, block: Block) -> RouterWeights | None:
+        rule = self.hparams.router
         is_there = self.hparams.is_moe(i_layer) and block.has("ffn_gate_inp") and block.has(self.ffn_norm)
-        if make is None or rule is None or not is_there or not self._is_plain_router(block):
+        if rule is None or not is_there or not self._is_plain_router(block):
             return None
         if block.bias("ffn_gate_inp") is not None:
             return None
-        weights = RouterWeights(
+        return RouterWeights(
             gain=block.vector(self.ffn_norm),
             router=block.matrix("ffn_gate_inp"),
             bias=block.bias("exp_probs_b"),
@@ -287,18 +292,16 @@ class Transformer:
             is_normalised=rule.is_normalised,
             scale=rule.scale,
         )
-        return make(weights)
 
-    def _token_attention(self, i_layer: int, block: Block) -> TokenAttention | None:
-        hp, make, names = self.hparams, block.ops.token_attention, (*_QKV, "attn_output")
+    def _plain_attention(self, i_layer: int, block: Block) -> AttentionWeights | None:
+        hp, names = self.hparams, (*_QKV, "attn_output")
         is_plain = self.has_plain_projections and self.has_plain_heads and self.has_plain_residual
-        is_plain = is_plain and self._ropes[i_layer] is not None
-        is_plain = is_plain and all(getattr(type(self), n) is getattr(Transformer, n) for n in _ATTENTION_HOOKS)
+        is_plain = is_plain and self._ropes[i_layer] is not None and self._is_own(_ATTENTION_HOOKS)
         is_there = block.has("attn_norm") and all(block.has(name) and is_bare(block, name) for name in names)
-        if make is None or not is_plain or not is_there:
+        if not is_plain or not is_there:
             return None
         q, k, v, output = (block.matrix(name) for name in names)
-        weights = AttentionWeights(
+        return AttentionWeights(
             gain=block.vector("attn_norm"),
             q=q,
             k=k,
@@ -311,7 +314,15 @@ class Transformer:
             window=hp.window(i_layer),
             is_interleaved=self.is_rope_interleaved,
         )
-        return make(weights)
+
+    def _all_experts(self, i_layer: int) -> ExpertWeights | None:
+        """Of a layer that has no parts but attention, router and resident experts; else None."""
+        has_others = self._blocks[i_layer].has("ffn_gate_shexp") or not self._is_own(_LAYER_HOOKS)
+        return self.resident_experts(i_layer) if self.hparams.is_moe(i_layer) and not has_others else None
+
+    def _is_own(self, names: Sequence[str]) -> bool:
+        """Whether these methods are the ones of this class."""
+        return all(getattr(getattr(self, n), "__func__", None) is getattr(Transformer, n) for n in names)
 
     def pick(self, block: Block, normed: torch.Tensor) -> Routing:
         """Hook: the router."""
@@ -326,19 +337,24 @@ class Transformer:
 
     def experts(self, i_layer: int, y: torch.Tensor, routing: Routing, weights: ExpertWeights, ops: Ops) -> None:
         """Add the experts that `weights` holds to y, in place, with the kernels of the device that runs this."""
-        of_token = self._experts_of_token(i_layer, weights, ops) if y.shape[0] == 1 else None
+        of_token = self._one_token.experts(i_layer, weights, ops) if y.shape[0] == 1 else None
         if of_token is not None:
             of_token(routing.normed, routing.ids, routing.mix, y)
         else:
             ops.experts(routing.normed, routing.ids, routing.mix, weights, self.activation, y)
 
-    def _experts_of_token(self, i_layer: int, weights: ExpertWeights, ops: Ops) -> TokenExperts | None:
-        """Made for experts that a layer has for a second time: those that are staged differ every time."""
-        known, found = self._token_experts.get(i_layer, (None, None))
-        if known is weights and found is None and ops.token_experts is not None:
-            found = ops.token_experts(weights, self.activation)
-        self._token_experts[i_layer] = weights, found if known is weights else None
-        return self._token_experts[i_layer][1]
+    def layers(self, first: int, x: torch.Tensor, caches: Sequence[KvCache], view: UbatchView) -> torch.Tensor:
+        """Whole layers from `first` on, one for each cache: `[T, D]` -> `[T, D]`."""
+        last = first + len(caches)
+        runs = self._one_token.runs(first, last) if view.is_one_token else [(range(first, last), None)]
+        for layers, together in runs:
+            some = caches[layers.start - first : layers.stop - first]
+            if together is not None and together.suits(some):
+                x = together(x, some, view)
+                continue
+            for i, cache in zip(layers, some, strict=True):
+                x = forward_layer(self, i, x, cache, view)
+        return x
 
     def resident_experts(self, i_layer: int) -> ExpertWeights:
         """All experts of a layer that keeps them where it computes."""

@@ -17,7 +17,7 @@ from overspill.cache.kv import KvCache
 from overspill.device.base import Stream
 from overspill.gpu_memory import FEW_TOKENS
 from overspill.kernels import Ops
-from overspill.models.base import HParams, Model, Routing, UbatchView, forward_layer
+from overspill.models.base import HParams, Model, Routing, UbatchView
 from overspill.pipeline.copies import copy, hand_off, hand_tile, read_ids
 from overspill.pipeline.ledger import Resource
 from overspill.pipeline.memory import Memory
@@ -167,8 +167,8 @@ class Work:
         return self._views[action.device, action.ubatch] if repeated is None else repeated.views
 
     def _cache(self, i_layer: int) -> KvCache:
-        tensors = [buffer.tensor for buffer in self._memory["kv", i_layer]]
         if i_layer not in self._caches:
+            tensors = [buffer.tensor for buffer in self._memory["kv", i_layer]]
             shape, rows = self._model.hparams.kv_shape(i_layer), self._model.ops(i_layer).q8_rows
             self._caches[i_layer] = KvCache.over(shape, tensors, rows)
         return self._caches[i_layer]
@@ -194,12 +194,11 @@ class Work:
         views = self._views_of(action, ubatch)
 
         def body() -> None:
-            target = x = self._x(action, ubatch)
+            target = self._x(action, ubatch)
             if not views:
                 views.append(self._view(ubatch, action.device, action.ubatch))
-            for i in range(action.layer, action.last_layer):
-                x = forward_layer(self._model, i, x, self._cache(i), views[0])
-            target.copy_(x)
+            caches = [self._cache(i) for i in range(action.layer, action.last_layer)]
+            target.copy_(self._model.layers(action.layer, target, caches, views[0]))
 
         return body
 

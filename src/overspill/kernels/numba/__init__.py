@@ -18,17 +18,20 @@ from overspill.kernels.numba.experts import PreparedExperts, TokenExperts, exper
 from overspill.kernels.numba.interleave import interleave
 from overspill.kernels.numba.lookup import rows_of
 from overspill.kernels.numba.matmul import add_matmul, matmul, matmuls
-from overspill.kernels.numba.one_token import TokenAttention, TokenRouter
+from overspill.kernels.numba.one_token import TokenRouter
 from overspill.kernels.numba.panel import takes_digits
 from overspill.kernels.numba.pick import pick_experts
+from overspill.kernels.numba.pieces import Pieces
 from overspill.kernels.numba.rows import norm_rows, prepare_heads
 from overspill.kernels.numba.target import UNIT_ELEMENTS
+from overspill.kernels.numba.token_layers import TokenLayers
 
 __all__ = [
     "UNIT_ELEMENTS",
+    "Pieces",
     "PreparedExperts",
-    "TokenAttention",
     "TokenExperts",
+    "TokenLayers",
     "TokenRouter",
     "add_matmul",
     "attend_few",

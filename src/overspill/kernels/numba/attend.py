@@ -75,7 +75,7 @@ def attend_few(
             *(v.data_ptr(), 4 * v.stride(1), 4 * v.stride(0)),
             out=out.data_ptr(),
             sinks=0 if sinks is None else sinks.data_ptr(),
-            scores=scores_room(C, 1),
+            scores=WORKSPACE.memory("scores", scores_bytes(C)).address,
             n_queries=T,
             n_cells=C,
             n_run=C,
@@ -92,11 +92,6 @@ def attend_few(
     return out
 
 
-def scores_room(n_cells: int, n_threads: int) -> int:
-    """Address of what the threads of an attention need."""
-    return WORKSPACE.memory("scores", n_threads * _scores_bytes(n_cells)).address
-
-
 @cache
 def attend_address() -> int:
     """(call, i_thread). Tasks are neighbouring heads, which share keys and values."""
@@ -105,7 +100,7 @@ def attend_address() -> int:
     def attend_some(call, i_thread):
         _ = digest
         c = _read_attention(call)
-        scores = c.scores + i_thread * _room(c.n_cells)
+        scores = c.scores + i_thread * _scores_bytes(c.n_cells)
         while True:
             task = next_number(call + 8 * _NEXT_TASK)
             if task >= c.n_tasks:
@@ -116,12 +111,12 @@ def attend_address() -> int:
     return direct_address(attend_some, 2)
 
 
-def _scores_bytes(n_cells: int) -> int:
-    """Whole lines, for the cells and the vector that may begin at the last."""
+def scores_bytes(n_cells: int) -> int:
+    """What a thread needs: whole lines, for the cells and the vector that may begin at the last."""
     return (4 * (n_cells + LANES) + 63) // 64 * 64
 
 
-_room = inner(_scores_bytes)
+_scores_bytes = inner(scores_bytes)
 
 
 @inner_sums

@@ -244,8 +244,8 @@ class TokenExperts:
 class PreparedExperts:
     """`experts` to be run again and again on the same memory, with new numbers in it: `steps` add to the output.
 
-    x float32 `[T, D]`, rows of whole units; ids int32, weights float32 `[T, K]`, contiguous; slot_of int32 `[E]`; out
-    float32 `[T, D]`. As many threads take part as there are now.
+    x float32 `[T, D]`, rows of whole units; ids int32, weights float32 `[T, K]`, contiguous; slot_of int32 `[E]`, None:
+    expert e is in slot e; out float32 `[T, D]`. As many threads take part as there are now.
     """
 
     def __init__(
@@ -254,20 +254,22 @@ class PreparedExperts:
         ids: Tensor,
         mix: Tensor,
         weights: ExpertWeights,
-        slot_of: npt.NDArray[np.int32],
+        slot_of: npt.NDArray[np.int32] | None,
         out: Tensor,
         act: Activation,
+        pieces: Pieces,
     ) -> None:
-        pieces, vectors = Pieces(), weights.vectors
+        vectors, n_slots = weights.vectors, weights.gate.shape[0]
         _check(x, weights.parts, ids, mix, out)
         if padded(x) is not x or ids.dtype != torch.int32 or not (ids.is_contiguous() and mix.is_contiguous()):
             raise ValueError(f"not ready for kernels: {tuple(x.shape)}, {ids.dtype}, or rows that are apart")
-        adjustments = _NONE if vectors.is_empty else _adjustments(vectors, len(slot_of), weights.gate)
+        n_experts = n_slots if slot_of is None else len(slot_of)
+        adjustments = _NONE if vectors.is_empty else _adjustments(vectors, n_experts, weights.gate)
         how = (slot_of, out, _THEN[act], adjustments, vectors.limit, pieces.memory)
         self.steps, self._call = _steps(x, weights.parts, ids, mix, *how)
         self._kept = (pieces.kept, x, ids, mix, weights, out)
         self._slot_of = slot_of
-        self._n_slots = weights.gate.shape[0]
+        self._n_slots = n_slots
 
     def check(self) -> None:
         """After the steps. Raises IndexError for an id that was no expert or a slot that was no slot."""

@@ -11,24 +11,29 @@ from overspill.kernels.numba.crew import n_threads
 from overspill.kernels.numba.native import float_bits
 from overspill.kernels.numba.workspace import WORKSPACE, Memory
 
+# What lasts no longer than the steps of one op or call: programs of a thread share it, as it is their thread's.
+_PASSING = frozenset({"digits", "hidden", "hidden digits", "scores", "scratch", "worth"})
+
 
 class Pieces:
-    """Memory of a program: its own, except for the scratch, which programs of a thread share."""
+    """Memory of a program: its own, except for what programs of a thread share."""
 
     def __init__(self) -> None:
         self.kept: list[object] = []
-        self.latest: dict[str, Memory] = {}
+        self._tensors: dict[tuple[object, ...], Tensor] = {}
 
     def memory(self, name: str, n_bytes: int) -> Memory:
-        piece = WORKSPACE.memory(name, n_bytes) if name == "scratch" else Memory(n_bytes)
+        piece = WORKSPACE.memory(name, n_bytes) if name in _PASSING else Memory(n_bytes)
         self.kept.append(piece)
-        self.latest[name] = piece
         return piece
 
-    def tensor(self, *shape: int) -> Tensor:
-        found = torch.empty(shape)
-        self.kept.append(found)
-        return found
+    def tensor(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The same memory for the same name and shape."""
+        key = name, shape, dtype
+        if key not in self._tensors:
+            self._tensors[key] = torch.empty(shape, dtype=dtype)
+            self.kept.append(self._tensors[key])
+        return self._tensors[key]
 
     def block(self, address: int, factor: float, *numbers: int) -> Memory:
         """See `block_step_address`."""
