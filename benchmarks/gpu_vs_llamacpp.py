@@ -4,7 +4,7 @@
                                          [--dir /dev/shm] [--out FILE]
 
 Writes a random model of Qwen3-30B-A3B's shape in Q8_0 (32.5 GB), so both route alike, and measures prompts and 32
-tokens of decoding with each program, one after the other: llama-bench with `-b 4096 -ub 4096 -fa 1`, its experts in
+tokens of decoding with each program, one after the other: llama-bench with `-b 4096 -ub 4096 -fa on`, its experts in
 host RAM by `-ncmoe`, the file read, not mapped; overspill with its own choice of schedule and policy. Needs 110 GB of
 free host RAM; about a minute and a half a setup, of which loading is most. Prints a line of JSON per test.
 
@@ -43,7 +43,7 @@ Rates = dict[str, list[float]]
 def of_llamacpp(program: Path, path: Path, n_gpus: int, is_host: bool, prompts: Sequence[int]) -> Rates:
     """What llama-bench measures."""
     sizes = ["-p", ",".join(map(str, prompts)), "-n", str(N_GEN), "-b", str(N_UBATCH), "-ub", str(N_UBATCH)]
-    placed = ["-ngl", "99", "-ncmoe", "99" if is_host else "0", "-fa", "1", "-mmp", "0"]
+    placed = ["-ngl", "99", "-ncmoe", "99" if is_host else "0", "-fa", "on", "-lm", "none"]
     command = [str(program), "-m", str(path), *sizes, *placed, "-r", str(REPEATS), "-o", "json"]
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(n_gpus)))}
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | visible)
