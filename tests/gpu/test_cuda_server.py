@@ -121,7 +121,7 @@ def running(program: str, place: dict[str, Any]) -> Iterator[tuple[subprocess.Po
             lines = iter(process.stderr.readline, "")
             url = next(line for line in lines if "listening on" in line).rsplit(" ", 1)[1].strip()
             with httpx.Client(base_url=url, timeout=120) as client:
-                wait_until(lambda: client.get("/health").status_code == 200, 120)
+                wait_until(lambda: client.get("/health").status_code == 200)
                 yield process, client
         finally:
             process.kill()
