@@ -61,7 +61,8 @@ def test_auto_moves_what_fills_huge_pages_while_half_of_the_free_memory_is_left(
 ) -> None:
     with LLM(MODEL, **OPTIONS, load_mode="mmap") as llm:
         mapped_bytes, copied_bytes = llm.residence.mapped_bytes, llm.residence.copied_bytes
-    monkeypatch.setattr(host_matrices, "HUGE_PAGE_BYTES", 1)
+    monkeypatch.setattr(host_matrices, "_LEAST_FILE_BYTES", 1)
+    monkeypatch.setattr(host_matrices, "_LEAST_BYTES", 1)
     with LLM(MODEL, **OPTIONS) as llm:
         assert torch.equal(llm.logits(IDS), wanted)
         assert llm.residence.mapped_bytes == 0

@@ -34,6 +34,7 @@ class Source:
         status = os.stat(path)
         where = FileRange(path, (status.st_dev, status.st_ino), 4, WEIGHT.n_bytes)
         self.where = where if is_in_file else None
+        self.tensors = {INFO.name: INFO}
 
     def bytes_of(self, name: str) -> np.ndarray:
         return self.raw
@@ -58,7 +59,8 @@ def matrices(
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_matrices, "HUGE_PAGE_BYTES", 1)
+    monkeypatch.setattr(host_matrices, "_LEAST_FILE_BYTES", 1)
+    monkeypatch.setattr(host_matrices, "_LEAST_BYTES", 1)
     monkeypatch.setattr(host_matrices, "_PANELS_BYTES", 5000)
 
 
@@ -79,6 +81,14 @@ def test_what_stays_in_the_file_keeps_its_rows(tmp_path: Path, mode: LoadMode, h
     assert not isinstance(weight, Panels)
     assert weight.data.data_ptr() == on_host.mapped[INFO.name].ctypes.data
     assert on_host.n_copied_bytes == 0
+
+
+@pytest.mark.parametrize("name", ["_LEAST_FILE_BYTES", "_LEAST_BYTES"])
+def test_what_is_small_stays_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(host_matrices, name, WEIGHT.n_bytes + 1)
+    on_host = matrices(tmp_path, LoadMode.AUTO)
+    on_host.matrix(INFO, SHAPE)  # type: ignore[arg-type]
+    assert (on_host.n_copied_bytes, list(on_host.mapped)) == (0, [INFO.name])
 
 
 def test_types_whose_rows_the_kernels_read_are_copied_as_they_are(tmp_path: Path) -> None:

@@ -227,3 +227,17 @@ def test_unknown_memory_is_an_error(tmp_path: Path) -> None:
 def test_this_machine() -> None:
     space = read_host_memory()
     assert 0 < space.free_bytes < space.total_bytes
+
+
+def test_tensors_that_fill_no_huge_page_share_some() -> None:
+    device = CpuDevice(is_asynchronous=False, cap_bytes=GIB)
+    sizes = [100_001, 3 * MIB, 7 * MIB] * 4  # 40 MiB: two areas of 32
+    buffers = [device.allocate((n,), torch.uint8, kind=MemoryKind.WEIGHTS, name=str(n)) for n in sizes]
+    tensors = [buffer.host_tensor.fill_(i) for i, buffer in enumerate(buffers)]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 2
+    assert all(tensor.data_ptr() % 64 == 0 and bool((tensor == i).all()) for i, tensor in enumerate(tensors))
+    assert device.allocated_bytes[MemoryKind.WEIGHTS] == sum(sizes)
+    for n in (KIB, 9 * MIB):
+        alone = device.allocate((n,), torch.uint8, kind=MemoryKind.WEIGHTS, name="alone").host_tensor
+        assert alone.untyped_storage().data_ptr() == alone.data_ptr()
+    device.close()

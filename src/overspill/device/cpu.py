@@ -9,6 +9,7 @@ Pinned memory comes from whoever knows the accelerators: without CUDA any memory
 from __future__ import annotations
 
 import mmap
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -23,6 +24,9 @@ from overspill.device.worker import WorkerStream
 from overspill.errors import OutOfMemory
 
 HUGE_PAGE_BYTES = 2 << 20
+# What is not smaller has pages of its own; what is larger than some ordinary pages, but not so large, shares an area.
+_LARGE_BYTES, _SHARING_BYTES, _AREA_BYTES = 8 << 20, 1 << 16, 32 << 20
+_ALIGNMENT = 64
 
 
 class InlineEvent(Event):
@@ -79,14 +83,32 @@ def anonymous_memory(n_bytes: int) -> torch.Tensor:
     """uint8 [n_bytes], in huge pages where it is large enough and the kernel has them. `OutOfMemory`."""
     if n_bytes < HUGE_PAGE_BYTES:
         return new_memory((n_bytes,), torch.uint8)
+    n_pages = -(-n_bytes // HUGE_PAGE_BYTES)  # whole ones: the kernel lets such areas begin with one
     try:
-        area = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        area = mmap.mmap(-1, n_pages * HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise OutOfMemory(f"cpu: {n_bytes} bytes of host memory cannot be had: {error.strerror}") from None
     with suppress(OSError, AttributeError):
         area.madvise(mmap.MADV_HUGEPAGE)
     with torch.inference_mode(False):
-        return torch.frombuffer(area, dtype=torch.uint8)
+        return torch.frombuffer(area, dtype=torch.uint8)[:n_bytes]
+
+
+class SharedPages:
+    """Huge pages for what is too small to fill any alone. An area lasts until nothing in it is in use."""
+
+    def __init__(self) -> None:
+        self._rest = new_memory((0,), torch.uint8)
+        self._lock = threading.Lock()
+
+    def take(self, n_bytes: int) -> torch.Tensor:
+        """uint8 [n_bytes], aligned to 64 bytes. `OutOfMemory`."""
+        n_taken = -(-n_bytes // _ALIGNMENT) * _ALIGNMENT
+        with self._lock:
+            if n_taken > len(self._rest):
+                self._rest = anonymous_memory(_AREA_BYTES)
+            taken, self._rest = self._rest[:n_bytes], self._rest[n_taken:]
+        return taken
 
 
 class CpuDevice(BackendDevice, HostDevice):
@@ -109,6 +131,7 @@ class CpuDevice(BackendDevice, HostDevice):
         self._is_asynchronous = is_asynchronous
         self._thread_init = thread_init
         self._pinned_memory = pinned_memory
+        self._shared_pages = SharedPages()
 
     def _open_stream(self, lane: Lane) -> BackendStream:
         if self._is_asynchronous:
@@ -124,8 +147,10 @@ class CpuDevice(BackendDevice, HostDevice):
         return InlineStream(self, Lane.UPLOAD)
 
     def _new_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        n_bytes = size_in_bytes(shape, dtype)
+        make = self._shared_pages.take if _SHARING_BYTES <= n_bytes < _LARGE_BYTES else anonymous_memory
         with torch.inference_mode(False):
-            return anonymous_memory(size_in_bytes(shape, dtype)).view(dtype).view(shape)
+            return make(n_bytes).view(dtype).view(shape)
 
     def allocate_pinned(self, n_bytes: int, *, name: str, kind: MemoryKind = MemoryKind.STAGING) -> Buffer:
         make = partial(self._pinned_memory, n_bytes)

@@ -1,8 +1,8 @@
 """Matrices that the CPU computes with: where they are, or in memory of their own, as the load mode says.
 
-Mode `auto` copies what fills huge pages into such, where the CPU finds it with fewer looks at page tables, as long as
-half of the free memory is left. Copies of what the CPU multiplies with become `Panels`, if its kernels rather read
-those.
+Mode `auto` copies what is larger than some pages into huge ones, where the CPU finds it with fewer looks at page
+tables, as long as half of the free memory is left; small matrices share such pages. Copies of what the CPU multiplies
+with become `Panels`, if its kernels rather read those.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from overspill.device.base import HostDevice, MemoryKind
-from overspill.device.cpu import HUGE_PAGE_BYTES
 from overspill.gguf.source import ModelSource
 from overspill.gguf.tensors import TensorInfo
 from overspill.gguf.types import TensorType
@@ -26,6 +25,8 @@ from overspill.quant.qtensor import QTensor
 Interleave = Callable[[QTensor, Panels], None]
 
 _PART_BYTES = 64 << 20
+# In mode `auto` smaller ones stay where they are, and all of smaller files.
+_LEAST_BYTES, _LEAST_FILE_BYTES = 1 << 16, 32 << 20
 # What a thread interleaves at once: it is read into memory of its own.
 _PANELS_BYTES = 4 << 20
 
@@ -55,7 +56,8 @@ class HostMatrices:
         self._host = host
         self._mode = mode
         self._n_threads = n_threads
-        self._huge_bytes = huge_bytes if mode is LoadMode.AUTO else 0
+        is_small = sum(info.n_bytes for info in source.tensors.values()) < _LEAST_FILE_BYTES
+        self._huge_bytes = huge_bytes if mode is LoadMode.AUTO and not is_small else 0
         self._interleave = interleave
         self._panel_types = panel_types
 
@@ -83,7 +85,7 @@ class HostMatrices:
 
     def _takes_huge_pages(self, n_bytes: int) -> bool:
         """In mode `auto`: whether a tensor moves there; if so, it is counted."""
-        if not HUGE_PAGE_BYTES <= n_bytes <= self._huge_bytes:
+        if not _LEAST_BYTES <= n_bytes <= self._huge_bytes:
             return False
         self._huge_bytes -= n_bytes
         return True
