@@ -13,6 +13,7 @@ An unpacked group: 8 vectors of four bytes a row, then a step and an offset per 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import types
@@ -107,9 +108,10 @@ def _emit_unpack(e, type, layout, rows, row_bytes, n_rows, first_unit, n_units, 
     """Units `first_unit ...` of sixteen rows, `PIECE_ELEMENTS` at most, to `out`."""
     out, unpacker = e.pointer(out), UNPACKERS[type]
     out_bytes = group_bytes(unpacker.n_steps) * unpacker.n_groups
-    for i_unit, lanes in _UNITS[layout](e, type, rows, row_bytes, n_rows, first_unit, n_units, ahead):
+    for i_unit, lanes, ahead_of in _UNITS[layout](e, type, rows, row_bytes, n_rows, first_unit, n_units, ahead):
         target = e.at(out, e.offset(i_unit, out_bytes))
         for i_group, group in enumerate(unpacker.run(lanes)):
+            _ask_for(e, ahead_of, i_group, unpacker.n_groups)
             at = i_group * group_bytes(unpacker.n_steps)
             for i, vec in enumerate((*group.quants, *group.steps, *group.offsets)):
                 e.store(vec, target, at + _VECTOR_BYTES * i, _VECTOR_BYTES)
@@ -118,30 +120,30 @@ def _emit_unpack(e, type, layout, rows, row_bytes, n_rows, first_unit, n_units, 
 def _emit_dot(e, type, layout, rows, row_bytes, n_rows, first_unit, n_units, ahead, x, sums):
     """The same units times the digits of one token at `x`, added to `sums`, `[16]`."""
     x, sums, unpacker = e.pointer(x), e.pointer(sums), UNPACKERS[type]
-    for i_unit, lanes in _UNITS[layout](e, type, rows, row_bytes, n_rows, first_unit, n_units, ahead):
+    for i_unit, lanes, ahead_of in _UNITS[layout](e, type, rows, row_bytes, n_rows, first_unit, n_units, ahead):
         digits = e.at(x, e.offset(i_unit, GROUP_BYTES * unpacker.n_groups))
         total = e.floats(sums, 0, _VECTOR_BYTES, N_LANES)
         for i_group, group in enumerate(unpacker.run(lanes)):
+            _ask_for(e, ahead_of, i_group, unpacker.n_groups)
             (total,) = _add_group(e, group, [e.at(digits, GROUP_BYTES * i_group)], [total])
         e.store(total, sums, 0, _VECTOR_BYTES)
 
 
 def _units_of_rows(e, type, rows, row_bytes, n_rows, first_unit, n_units, ahead):
-    """Yields, once, the index of a unit and sixteen rows there: what is emitted then is done for each unit.
+    """Yields, once, the index of a unit, sixteen rows there and what to ask for: what is emitted then is done for each.
 
     Of fewer rows the last one is repeated. The CPU's own prefetcher follows long streams, not sixteen short ones. So,
-    while these rows are read, as many bytes at `ahead` are asked for: what will be read soon. They go to the
-    second-level cache, as sixteen long rows would not last in the first.
+    while these rows are read, as many bytes at `ahead` are asked for: what will be read soon.
     """
     b, n_bytes = e.builder, type.block.n_bytes
     rows = b.add(rows, b.mul(first_unit, const(n_bytes)))
     rows, row_bytes = _sixteen_rows(e, rows, row_bytes, n_rows, b.mul(n_units, const(n_bytes)))
     ahead = e.pointer(ahead)
     with cgutils.for_range(b, n_units) as units:
-        _ask_for(e, ahead, units.index, n_bytes * N_LANES)
         offset = e.offset(units.index, n_bytes)
         fours = [e.at(e.pointer(rows), b.add(offset, b.mul(row_bytes, const(i)))) for i in range(0, N_LANES, 4)]
-        yield units.index, RowLanes(e, [e.at(four, b.mul(row_bytes, const(i))) for four in fours for i in range(4)])
+        lanes = RowLanes(e, [e.at(four, b.mul(row_bytes, const(i))) for four in fours for i in range(4)])
+        yield units.index, lanes, _Ahead(ahead, units.index, n_bytes * N_LANES)
 
 
 def _units_of_panels(e, type, panel, row_bytes, n_rows, first_unit, n_units, ahead):
@@ -149,13 +151,26 @@ def _units_of_panels(e, type, panel, row_bytes, n_rows, first_unit, n_units, ahe
     n_bytes = type.block.n_bytes * N_LANES
     start, ahead = e.at(e.pointer(panel), e.offset(first_unit, n_bytes)), e.pointer(ahead)
     with cgutils.for_range(e.builder, n_units) as units:
-        _ask_for(e, ahead, units.index, n_bytes)
-        yield units.index, PanelLanes(e, e.at(start, e.offset(units.index, n_bytes)), type)
+        lanes = PanelLanes(e, e.at(start, e.offset(units.index, n_bytes)), type)
+        yield units.index, lanes, _Ahead(ahead, units.index, n_bytes)
 
 
-def _ask_for(e, ahead, i_unit, n_bytes):
-    for line in range(0, n_bytes, _VECTOR_BYTES):
-        e.prefetch(ahead, e.offset(i_unit, n_bytes, line), cache=2)
+class _Ahead(NamedTuple):
+    """The bytes to ask for during a unit: the `i_unit`th `n_bytes` at `pointer`."""
+
+    pointer: Any
+    i_unit: Any
+    n_bytes: int
+
+
+def _ask_for(e, ahead, i_group, n_groups):
+    """A group's share: more lines at once than the CPU can wait for would hold up what is read meanwhile.
+
+    They go to the second-level cache, as sixteen long rows would not last in the first.
+    """
+    lines = range(0, ahead.n_bytes, _VECTOR_BYTES)
+    for line in lines[len(lines) * i_group // n_groups : len(lines) * (i_group + 1) // n_groups]:
+        e.prefetch(ahead.pointer, e.offset(ahead.i_unit, ahead.n_bytes, line), cache=2)
 
 
 _UNITS = {Layout.ROWS: _units_of_rows, Layout.PANELS: _units_of_panels}
