@@ -167,8 +167,8 @@ class Work:
         return self._views[action.device, action.ubatch] if repeated is None else repeated.views
 
     def _cache(self, i_layer: int) -> KvCache:
+        tensors = [buffer.tensor for buffer in self._memory["kv", i_layer]]  # every time: buffers check who asks
         if i_layer not in self._caches:
-            tensors = [buffer.tensor for buffer in self._memory["kv", i_layer]]
             shape, rows = self._model.hparams.kv_shape(i_layer), self._model.ops(i_layer).q8_rows
             self._caches[i_layer] = KvCache.over(shape, tensors, rows)
         return self._caches[i_layer]
