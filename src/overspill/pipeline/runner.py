@@ -263,10 +263,10 @@ class Runner:
     def _write_inputs_host(self, ubatches: Sequence[Ubatch]) -> None:
         self._wait_users_host(("host_pos",))
         buffer = self._memory.one(("host_pos",))
-        inputs = buffer.host_tensor.view(torch.int32).view(-1, 2, self._memory.sizes.n_ubatch)
+        inputs = buffer.host_tensor.view(torch.int32).view(-1, 2, self._memory.sizes.n_ubatch).numpy()
         for row, ubatch in zip(inputs, ubatches, strict=False):
             positions = [p for s in ubatch.segments for p in range(s.first_pos, s.end_pos)]
-            row[:, : ubatch.n_tokens] = torch.tensor([positions, ubatch.ids], dtype=torch.int32)
+            row[:, : ubatch.n_tokens] = positions, ubatch.ids
 
     def _select_host(self, i_layer: int, ubatches: Sequence[Ubatch]) -> None:
         chosen: set[int] = set()
