@@ -61,17 +61,23 @@ def test_products_have_the_same_bits(type: TensorType, n_tokens: int) -> None:
     assert torch.equal(matmul(x, panels(source)), matmul(x, source))
 
 
-# Where the numbers of a block begin.
-NIBBLES_AT = {TensorType.Q4_0: 2, TensorType.Q4_1: 4, TensorType.Q4_K: 16}
+# Where the numbers of a block are, and the byte that makes them largest.
+NUMBERS = {
+    TensorType.Q8_0: (slice(2, 34), 0x7F),
+    TensorType.Q4_1: (slice(4, 20), 0xFF),
+    TensorType.Q4_K: (slice(16, 144), 0xFF),
+    TensorType.Q6_K: (slice(0, 192), 0xFF),
+}
 
 
-@pytest.mark.parametrize("type", NIBBLES_AT, ids=lambda t: t.name)
+@pytest.mark.parametrize("type", NUMBERS, ids=lambda t: t.name)
 @pytest.mark.parametrize("n_tokens", [1, 2])
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_sums_of_the_largest_numbers_fit(type: TensorType, n_tokens: int, sign: int) -> None:
-    """All weights 15, all digits but the first -128, or 127."""
+    """All weights are as large as they can be, all digits but the first -128, or 127."""
     source = random_weight(type, (16, 256))
-    source.data.view(-1, type.block.n_bytes)[:, NIBBLES_AT[type] :] = 0xFF
+    place, byte = NUMBERS[type]
+    source.data.view(-1, type.block.n_bytes)[:, place] = byte
     digits = (-32, -128, -128) if sign < 0 else (63, 127, 127)
     x = torch.full((n_tokens, 256), (65536 * digits[0] + 256 * digits[1] + digits[2]) / 2**21)
     expected = x.double() @ dequantize(source).double().T

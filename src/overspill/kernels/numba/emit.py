@@ -28,8 +28,12 @@ def const_vec(type: ir.Type, values: Sequence[float]) -> ir.Constant:
     return ir.Constant(ir.VectorType(type, len(values)), [ir.Constant(type, value) for value in values])
 
 
+def _operand(other: Vec | float, type: ir.VectorType) -> ir.Value:
+    return other.value if isinstance(other, Vec) else const_vec(type.element, [other] * type.count)
+
+
 class Vec:
-    """A vector of float32 or int32 lanes. Integer operators wrap; `>>` shifts zeros in."""
+    """A vector of float32 or integer lanes. Integer operators wrap; `>>` shifts zeros in."""
 
     def __init__(self, builder: ir.IRBuilder, value: ir.Value) -> None:
         self.builder = builder
@@ -39,13 +43,11 @@ class Vec:
     def is_float(self) -> bool:
         return self.value.type.element == F32
 
-    def _operand(self, other: Vec | float) -> ir.Value:
-        if isinstance(other, Vec):
-            return other.value
-        return const_vec(self.value.type.element, [other] * self.value.type.count)
+    def _then(self, make: Callable[[ir.Value], ir.Value]) -> Vec:
+        return Vec(self.builder, make(self.value))
 
     def _apply(self, name: str, other: Vec | float) -> Vec:
-        return Vec(self.builder, getattr(self.builder, name)(self.value, self._operand(other)))
+        return self._then(lambda value: getattr(self.builder, name)(value, _operand(other, value.type)))
 
     def __add__(self, other: Vec | float) -> Vec:
         return self._apply("fadd" if self.is_float else "add", other)
@@ -62,6 +64,9 @@ class Vec:
     def __and__(self, other: Vec | int) -> Vec:
         return self._apply("and_", other)
 
+    def __xor__(self, other: Vec | int) -> Vec:
+        return self._apply("xor", other)
+
     def __or__(self, other: Vec | int) -> Vec:
         return self._apply("or_", other)
 
@@ -73,11 +78,15 @@ class Vec:
 
     def to_float(self) -> Vec:
         """Signed integers as float32."""
-        return Vec(self.builder, self.builder.sitofp(self.value, ir.VectorType(F32, self.value.type.count)))
+        return self._then(lambda value: self.builder.sitofp(value, ir.VectorType(F32, value.type.count)))
 
     def as_float(self) -> Vec:
         """The bits of 32-bit integers read as float32."""
-        return Vec(self.builder, self.builder.bitcast(self.value, ir.VectorType(F32, self.value.type.count)))
+        return self._then(lambda value: self.builder.bitcast(value, ir.VectorType(F32, value.type.count)))
+
+    def as_shorts(self) -> Vec:
+        """The bits of 32-bit integers read as twice as many of 16 bits."""
+        return self._then(lambda value: self.builder.bitcast(value, ir.VectorType(I16, 2 * value.type.count)))
 
 
 class LateVec(Vec):
@@ -91,8 +100,8 @@ class LateVec(Vec):
     def value(self) -> ir.Value:
         return self._make()
 
-    def _apply(self, name: str, other: Vec | float) -> Vec:
-        return LateVec(self.builder, lambda: Vec(self.builder, self.value)._apply(name, other).value)
+    def _then(self, make: Callable[[ir.Value], ir.Value]) -> Vec:
+        return LateVec(self.builder, lambda: make(self.value))
 
 
 class Emitter:

@@ -14,9 +14,11 @@ from llvmlite import ir
 
 from overspill.gguf.types import TensorType
 from overspill.kernels.numba.emit import F16, F32, I8, I16, I32, Emitter, LateVec, Vec, const, const_vec
+from overspill.kernels.numba.target import HAS_AVX512
 from overspill.quant.panels import PANEL_ROWS, fields_of
 
 N_LANES = PANEL_ROWS
+_LOOK_UP, _LOOK_UP_BYTES = ("llvm.x86.avx512.pshuf.b.512", 64) if HAS_AVX512 else ("llvm.x86.avx2.pshuf.b", 32)
 
 
 class Layout(IntEnum):
@@ -64,11 +66,15 @@ class Lanes(ABC):
         return self.e.vec(self.e.builder.ashr(left.value, const_vec(I32, [24] * N_LANES)))
 
     def looked_up(self, table: Sequence[int], index: Vec) -> Vec:
-        """table[i] for each byte i (below 16) of the words; entries are unsigned bytes."""
-        b, type = self.e.builder, ir.VectorType(I8, 4 * N_LANES)
-        function = self.e.intrinsic("llvm.x86.avx512.pshuf.b.512", type, [type, type])
-        found = b.call(function, [const_vec(I8, [*table] * 4), b.bitcast(index.value, type)])
-        return self.e.vec(b.bitcast(found, index.value.type))
+        """table[i] for each byte i (below 16); entries are unsigned bytes."""
+        e, b, n_bytes = self.e, self.e.builder, _LOOK_UP_BYTES
+        type = ir.VectorType(I8, n_bytes)
+        function = e.intrinsic(_LOOK_UP, type, [type, type])
+        places = e.vec(b.bitcast(index.value, ir.VectorType(I8, 4 * N_LANES)))
+        parts = [e.shuffle(places, places, range(at, at + n_bytes)) for at in range(0, 4 * N_LANES, n_bytes)]
+        found = [e.vec(b.call(function, [const_vec(I8, [*table] * (n_bytes // 16)), part.value])) for part in parts]
+        whole = e.shuffle(found[0], found[-1], range(4 * N_LANES))
+        return e.vec(b.bitcast(whole.value, index.value.type))
 
     def _widened(self, numbers: ir.Value) -> Vec:
         return self.e.vec(self.e.builder.zext(numbers, ir.VectorType(I32, N_LANES)))

@@ -44,7 +44,7 @@ from overspill.kernels.numba.target import (
     DOT_ROWS,
     DOT_TOKENS,
     HAS_BYTE_PRODUCTS,
-    HAS_PAIR_PRODUCTS,
+    HAS_WORD_PRODUCTS,
     LANES,
     MAX_DOT_TOKENS,
     SOURCE_DIGEST,
@@ -52,7 +52,7 @@ from overspill.kernels.numba.target import (
     TILE_TOKENS,
     UNIT_ELEMENTS,
 )
-from overspill.kernels.numba.unpack import NIBBLE_TYPES, UNPACKERS
+from overspill.kernels.numba.unpack import UNPACKERS
 from overspill.quant.panels import Panels
 from overspill.quant.qtensor import QTensor
 
@@ -153,7 +153,7 @@ def describe(weight: QTensor) -> Rows:
 
 def takes_digits(type: TensorType) -> bool:
     """Whether products with weights of this type want their inputs as digits."""
-    return (HAS_BYTE_PRODUCTS and type in UNPACKERS) or (HAS_PAIR_PRODUCTS and type in NIBBLE_TYPES)
+    return type in UNPACKERS and (HAS_BYTE_PRODUCTS or (HAS_WORD_PRODUCTS and type != TensorType.Q8_0))
 
 
 @cache
@@ -166,7 +166,7 @@ def _describe_row(type: TensorType, layout: Layout, n_elements: int) -> tuple[in
         n_steps, none = UNPACKERS[type].n_steps, (0,) * (len(DOT_TOKENS) + 1 + TILE_TOKENS)
         tiles = (digit_tile_address(n, n_steps) for n in DIGIT_TOKENS)
         return (*row, *none, unpack_address(type, layout), *tiles, digit_dot_address(type, layout))
-    assert layout == Layout.ROWS, "only products of bytes read panels"
+    assert layout == Layout.ROWS, "only products of integers read panels"
     dots = (dot_address(type, n) for n in DOT_TOKENS)
     tiles = (tile_address(n) for n in range(1, TILE_TOKENS + 1))
     return (*row, *dots, decode_address(type), *tiles, *(0,) * (2 + len(DIGIT_TOKENS)))

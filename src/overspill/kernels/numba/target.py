@@ -34,9 +34,9 @@ HAS_AVX512 = "avx512f" in FEATURES
 HAS_AVX2 = "avx2" in FEATURES
 # Products of bytes, four to a lane and instruction (VNNI): types of weights that are bytes with a step go this way.
 HAS_BYTE_PRODUCTS = {"avx512vnni", "avx512bw", "avx512vl"} <= FEATURES
-# Products of bytes in pairs, added in 16 bits: types of four bits go this way. (With five or six, or two steps in a
-# group, one token gains as much, but many lose 10 to 40 % to float32.)
-HAS_PAIR_PRODUCTS = {"avx2", "f16c"} <= FEATURES and not HAS_AVX512
+# Products of words, two to a lane and instruction: the same types go this way, but for Q8_0, which is bound by memory
+# with one token and a tenth faster in float32 with many.
+HAS_WORD_PRODUCTS = {"avx2", "f16c"} <= FEATURES and not HAS_AVX512
 # float32 lanes of a vector: one AVX-512 register, one AVX2 register, two NEON or SSE registers.
 LANES = 16 if HAS_AVX512 else 8
 # Register tiles: 8 x 3 of 32 registers, or 4 x 3 of 16, hold the sums; the rest holds the operands.
@@ -47,10 +47,10 @@ DOT_TOKENS = (1, 2, 4, 8) if HAS_AVX512 else (1, 2, 4, 4)
 DOT_ROWS = (4, 4, 4, 2) if HAS_AVX512 else (2, 2, 2, 2)
 # Up to this many tokens, decoding in registers beats decoding into a scratch (measured; much the same for all types).
 MAX_DOT_TOKENS = 20 if HAS_AVX512 else 8
-# Tokens that share one pass over rows unpacked to bytes: three sums each, in 32 registers, or twice that in 16.
+# Tokens that share one pass over unpacked rows: three sums each, in 32 registers, or four in 16.
 DIGIT_TOKENS = (1, 2, 4, 8) if HAS_BYTE_PRODUCTS else (1, 2, 2, 2)
 # Tokens whose digits meet sixteen rows after sixteen rows: those of 2048 columns should fit in the second-level cache.
-DIGIT_BLOCK_TOKENS = 96 if HAS_BYTE_PRODUCTS else 48
+DIGIT_BLOCK_TOKENS = 96 if HAS_BYTE_PRODUCTS else 32
 # What a thread takes of a matrix is a multiple of so many rows: whole tiles of every kernel.
 TASK_ROWS = 16
 # Rows of activations must be a multiple of this long: the smallest unit that a decoder handles.

@@ -17,11 +17,13 @@ from overspill.kernels.numba.lanes import N_LANES, Lanes
 from overspill.kernels.numba.target import HAS_BYTE_PRODUCTS
 from overspill.quant.codebooks import FP4_VALUES, IQ4_VALUES
 
-_LOW, _HIGH, _TWO_BITS, _ONE_BIT, _SIGN = 0x0F0F0F0F, -0x0F0F0F10, 0x03030303, 0x01010101, -0x7F7F7F80
+# Of every byte, in pairs.
+_LOW, _HIGH, _TWO_BITS, _ONE_BIT, _SIGN = 0x0F0F, -0x0F10, 0x0303, 0x0101, -0x7F80
 
 
 class Group(NamedTuple):
-    """32 values of every row: 8 vectors of bytes; one step and offset, or two for the halves."""
+    """32 values of every row: 8 vectors of bytes, in pairs (as 16-bit integers, whose shifts LLVM can join with those
+    that take the bytes apart); one step and offset, or two for the halves."""
 
     quants: Sequence[Vec]
     steps: Sequence[Vec]
@@ -47,6 +49,10 @@ def _group(quants: Sequence[Vec], step: Vec, bias: float) -> Group:
     return Group(quants, [step], [step * bias])
 
 
+def _pairs(rows: Lanes, offset: int, n_bytes: int = 16) -> list[Vec]:
+    return [quad.as_shorts() for quad in rows.quads(offset, n_bytes)]
+
+
 def _nibbles(raw: Sequence[Vec]) -> list[Vec]:
     """All low nibbles, then all high ones."""
     return [q & _LOW for q in raw] + [q >> 4 & _LOW for q in raw]
@@ -56,40 +62,35 @@ def _nibbles(raw: Sequence[Vec]) -> list[Vec]:
 
 
 def _q8_0(rows: Lanes) -> Iterator[Group]:
-    yield _group([_flipped(q) for q in rows.quads(2, 32)], rows.halves(0), -128.0)
-
-
-def _flipped(q: Vec) -> Vec:
-    """Signed bytes plus 128."""
-    return Vec(q.builder, q.builder.xor(q.value, const_vec(I32, [_SIGN] * N_LANES)))
+    yield _group([q ^ _SIGN for q in _pairs(rows, 2, 32)], rows.halves(0), -128.0)
 
 
 def _q4_0(rows: Lanes) -> Iterator[Group]:
-    yield _group(_nibbles(rows.quads(2)), rows.halves(0), -8.0)
+    yield _group(_nibbles(_pairs(rows, 2)), rows.halves(0), -8.0)
 
 
 def _q4_1(rows: Lanes) -> Iterator[Group]:
-    yield Group(_nibbles(rows.quads(4)), [rows.halves(0)], [rows.halves(2)])
+    yield Group(_nibbles(_pairs(rows, 4)), [rows.halves(0)], [rows.halves(2)])
 
 
 def _fifth_bits(rows: Lanes, offset: int) -> list[Vec]:
     """32 bits to bytes 0 or 16. The product moves bit i of four to byte i."""
     bits = rows.words(offset)
-    return [((bits >> 4 * i & 15) * 0x00204081 & _ONE_BIT) << 4 for i in range(8)]
+    return [((bits >> 4 * i & 15) * 0x00204081 & 0x01010101).as_shorts() << 4 for i in range(8)]
 
 
 def _q5_0(rows: Lanes) -> Iterator[Group]:
-    quants = [q | high for q, high in zip(_nibbles(rows.quads(6)), _fifth_bits(rows, 2), strict=True)]
+    quants = [q | high for q, high in zip(_nibbles(_pairs(rows, 6)), _fifth_bits(rows, 2), strict=True)]
     yield _group(quants, rows.halves(0), -16.0)
 
 
 def _q5_1(rows: Lanes) -> Iterator[Group]:
-    quants = [q | high for q, high in zip(_nibbles(rows.quads(8)), _fifth_bits(rows, 4), strict=True)]
+    quants = [q | high for q, high in zip(_nibbles(_pairs(rows, 8)), _fifth_bits(rows, 4), strict=True)]
     yield Group(quants, [rows.halves(0)], [rows.halves(2)])
 
 
 def _iq4_nl(rows: Lanes) -> Iterator[Group]:
-    yield _group([_iq4(rows, q) for q in _nibbles(rows.quads(2))], rows.halves(0), -128.0)
+    yield _group([_iq4(rows, q) for q in _nibbles(_pairs(rows, 2))], rows.halves(0), -128.0)
 
 
 def _iq4(rows: Lanes, index: Vec) -> Vec:
@@ -101,7 +102,7 @@ def _mxfp4(rows: Lanes) -> Iterator[Group]:
     is_tiny = e.builder.icmp_unsigned("<", exponent.value, const_vec(I32, [2] * N_LANES))
     tiny = e.vec(e.builder.shl(const_vec(I32, [0x00200000] * N_LANES), (exponent & 1).value))
     step = e.select(is_tiny, tiny, exponent - 1 << 23).as_float()
-    quants = [rows.looked_up([value + 12 for value in FP4_VALUES], q) for q in _nibbles(rows.quads(1))]
+    quants = [rows.looked_up([value + 12 for value in FP4_VALUES], q) for q in _nibbles(_pairs(rows, 1))]
     yield _group(quants, step, -12.0)
 
 
@@ -125,7 +126,7 @@ def _scales_and_minima(rows: Lanes) -> Iterator[tuple[Vec, Vec]]:
 def _q4_k(rows: Lanes) -> Iterator[Group]:
     scales = _scales_and_minima(rows)
     for run in range(4):
-        raw = rows.quads(16 + 32 * run, 32)
+        raw = _pairs(rows, 16 + 32 * run, 32)
         step, offset = next(scales)
         yield Group([q & _LOW for q in raw], [step], [offset])
         step, offset = next(scales)
@@ -145,10 +146,10 @@ _of_high_nibbles = _left_in_place if HAS_BYTE_PRODUCTS else _shifted
 
 
 def _q5_k(rows: Lanes) -> Iterator[Group]:
-    high = rows.quads(16, 32)
+    high = _pairs(rows, 16, 32)
     scales = _scales_and_minima(rows)
     for run in range(4):
-        nibbles = _nibbles(rows.quads(48 + 32 * run, 32))
+        nibbles = _nibbles(_pairs(rows, 48 + 32 * run, 32))
         for i, half in enumerate((nibbles[:8], nibbles[8:])):
             step, offset = next(scales)
             quants = [q | (h >> 2 * run + i & _ONE_BIT) << 4 for q, h in zip(half, high, strict=True)]
@@ -162,7 +163,7 @@ def _halved(quants: Sequence[Vec], steps: Sequence[Vec], bias: float) -> Group:
 def _q6_k(rows: Lanes) -> Iterator[Group]:
     d, scales = rows.halves(208), rows.quads(192)
     for half in range(2):
-        low, high = rows.quads(64 * half, 64), rows.quads(128 + 32 * half, 32)
+        low, high = _pairs(rows, 64 * half, 64), _pairs(rows, 128 + 32 * half, 32)
         for quarter in range(4):
             nibbles = low[8 * (quarter % 2) :][:8]
             nibbles = [(q >> 4 if quarter >= 2 else q) & _LOW for q in nibbles]
@@ -175,7 +176,7 @@ def _q6_k(rows: Lanes) -> Iterator[Group]:
 def _two_bits(rows: Lanes, offset: int) -> Iterator[list[Vec]]:
     """8 groups: per 32 bytes, four fields of 2 bits, field-major."""
     for half in range(2):
-        raw = rows.quads(offset + 32 * half, 32)
+        raw = _pairs(rows, offset + 32 * half, 32)
         yield from ([q >> 2 * i & _TWO_BITS for q in raw] for i in range(4))
 
 
@@ -190,7 +191,7 @@ def _q2_k(rows: Lanes) -> Iterator[Group]:
 
 
 def _q3_k(rows: Lanes) -> Iterator[Group]:
-    d, high = rows.halves(108), rows.quads(0, 32)
+    d, high = rows.halves(108), _pairs(rows, 0, 32)
     words = [rows.words(96), rows.words(100), rows.words(104)]
     for i, quants in enumerate(_two_bits(rows, 32)):
         quants = [q | (h >> i & _ONE_BIT) << 2 for q, h in zip(quants, high, strict=True)]
@@ -208,7 +209,7 @@ def _iq4_xs(rows: Lanes) -> Iterator[Group]:
     d, high, low = rows.halves(0), rows.shorts(2), rows.words(4)
     for i in range(8):
         scale = (low >> 4 * i & 15 | (high >> 2 * i & 3) << 4) - 32
-        quants = [_iq4(rows, q) for q in _nibbles(rows.quads(8 + 16 * i))]
+        quants = [_iq4(rows, q) for q in _nibbles(_pairs(rows, 8 + 16 * i))]
         yield _group(quants, scale.to_float() * d, -128.0)
 
 
@@ -228,5 +229,3 @@ UNPACKERS: dict[TensorType, Unpacker] = {
     _T.Q6_K: Unpacker(256, 210, _q6_k, 2),
     _T.IQ4_XS: Unpacker(256, 136, _iq4_xs),
 }
-# Whose numbers are below 16 and have one step for 32: so many, times digits, add up in 16 bits.
-NIBBLE_TYPES = frozenset({_T.Q4_0, _T.Q4_1, _T.Q4_K})
