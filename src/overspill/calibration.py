@@ -19,7 +19,6 @@ from overspill.gguf.types import TensorType
 from overspill.kernels import Ops, cpu
 from overspill.models.base import Routing
 from overspill.pipeline.choose import Plan
-from overspill.pipeline.steps import n_step_threads
 from overspill.pipeline.together import (
     N_TOKENS,
     Alone,
@@ -99,7 +98,7 @@ def calibrate(
         experts=_Plain(),
         host_ops=cpu.OPS,
         n_used=shape.n_used,
-        n_threads=n_step_threads(n_threads),
+        n_threads=n_threads,
         seconds=_AT_LEISURE_S,
     )
     try:
@@ -168,13 +167,12 @@ def with_rates(
             experts=experts,
             host_ops=cpu.OPS,
             n_used=plan.shape.n_expert_used,
-            n_threads=n_step_threads(n_threads),
+            n_threads=n_threads,
             seconds=_AT_LOAD_S,
         )
         measured = [measure_together(setting, n) for n in N_TOKENS if n <= plan.n_spread_tokens]
         rates = tuple(_of_machine(plan.machine, owners, of_some) for of_some in measured)
         counted = plan.with_party_rates(rates, "measured at load")
-        cpu.use_threads(n_threads)
     _log.info("rates of links and CPU: %s", counted.party_rates_from)
     return counted
 

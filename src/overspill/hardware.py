@@ -9,7 +9,7 @@ import torch
 
 from overspill.cache.cells import CellType
 from overspill.device.base import Device, Devices
-from overspill.device.factory import open_devices
+from overspill.device.factory import names_gpus, open_devices
 from overspill.device.handoff import failing_pairs
 from overspill.device.topology import Sample, measure
 from overspill.kernels import Ops, cpu
@@ -27,6 +27,7 @@ _CELLS = {
 }
 _GPU = "cuda"
 _RESERVE_BYTES = 1 << 30
+_CORES_FOR_ANOTHER = 16
 _READ_BYTES = 96 << 20  # beyond the caches of most machines
 _MANY_TOKENS, _MANY_VALUES = 64, 1 << 20
 
@@ -105,8 +106,19 @@ def ops_for(devices: Devices) -> Callable[[Device], Ops]:
 
 
 def n_threads_for(options: Options) -> int:
-    """Of the CPU: what the user says, or as many as it has for this process."""
-    return options.threads or len(os.sched_getaffinity(0))
+    """Of the CPU: what the user says, or as many as it has for this process.
+
+    Beside GPUs some are left to drivers, and to the thread that issues: threads that compute wait for each other, so
+    one without a core would hold up all the others, for milliseconds.
+    """
+    n_cores = len(os.sched_getaffinity(0))
+    n_for_others = -(-n_cores // _CORES_FOR_ANOTHER) if names_gpus(_spec(options)) else 0
+    most = max(1, n_cores - n_for_others)
+    return min(options.threads or most, most)
+
+
+def _spec(options: Options) -> str:
+    return "cpu" if options.devices == "none" else options.devices
 
 
 def open_for(options: Options) -> Devices:
@@ -114,7 +126,7 @@ def open_for(options: Options) -> Devices:
     n_threads = n_threads_for(options)
     cpu.use_threads(n_threads)
     cpu.use_threads_by_default(n_threads)
-    spec = "cpu" if options.devices == "none" else options.devices
+    spec = _spec(options)
     memory = None if options.device_memory is None else ",".join(map(str, options.device_memory))
     kind, _, count = spec.partition(":")
     n_workers = int(count) if kind == "virtual" and count.isdecimal() else 1

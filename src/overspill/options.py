@@ -97,7 +97,7 @@ class Options:
     slab_mib: int | None = _option(None, "--slab-mib", "size of one expert upload; None: a layer where memory allows")
     n_staging_slots: int = _option(2, "--staging-slots", "uploads a device can hold at once")
     max_in_flight: int | None = _option(None, "--max-in-flight", "stages submitted ahead; None: chosen")
-    threads: int | None = _option(None, "--threads -t", "CPU threads; None: physical cores")
+    threads: int | None = _option(None, "--threads -t", "CPU threads; None: all, but for some beside GPUs")
     chaos_seed: int | None = _option(None, "--chaos-seed", "testing: random delays on virtual devices")
     trace: str | None = _option(None, "--trace", "file to write a trace of the streams to")
     host_stage: str = _option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -14,6 +15,8 @@ from overspill.device.base import Device
 from overspill.device.factory import open_devices, parse_memory
 from overspill.device.virtual import VirtualDevice
 from overspill.errors import OutOfMemory, UserError
+from overspill.hardware import n_threads_for
+from overspill.options import Options
 
 GIB = 1024**3
 MIB = 1024**2
@@ -176,3 +179,26 @@ def test_cuda_caps_and_pinned_memory() -> None:
     assert devices.host.allocate_pinned(3, name="p").host_tensor.tolist() == [42, 42, 42]
     with pytest.raises(UserError, match="--devices cuda:3: no cuda:3 here; the last one is cuda:2"):
         open_devices("cuda:3")
+
+
+@pytest.mark.parametrize(
+    ("devices", "n_cores", "asked", "wanted"),
+    [
+        ("cpu", 32, None, 32),
+        ("none", 32, None, 32),
+        ("virtual:2", 32, 40, 32),
+        ("auto", 32, None, 32),
+        ("cuda:0,cuda:1", 32, None, 30),
+        ("cuda", 32, 32, 30),
+        ("cuda", 32, 16, 16),
+        ("cuda:0", 16, None, 15),
+        ("cuda:0", 1, None, 1),
+    ],
+)
+def test_threads_of_the_cpu(
+    devices: str, n_cores: int, asked: int | None, wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside GPUs some cores are left to others, whatever is asked for."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(n_cores))
+    monkeypatch.setattr(factory, "_has_cuda", lambda: False)
+    assert n_threads_for(Options(devices=devices, threads=asked)) == wanted

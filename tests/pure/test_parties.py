@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overspill.pipeline.parties import ExpertLoad, Party, divided, n_experts_met, parties_of, rates_for, slowest_us
+from overspill.pipeline.parties import (
+    ExpertLoad,
+    Party,
+    divided,
+    n_experts_met,
+    parties_of,
+    rates_for,
+    slowest_us,
+    text_of_uniform,
+)
 from overspill.pipeline.schedule import Order, Policy, WaveSchedule
 from overspill.pipeline.slabs import cut_slabs
 from overspill.pipeline.split import Layout
@@ -147,3 +156,12 @@ def test_without_measured_rates_links_share_what_all_reach_together() -> None:
     assert rates.cpu_gbps == pytest.approx(24.0)
     assert rates_for(machine, (0,), 1).links_gbps == (50.0, 50.0)
     assert rates_for(machine, (0,), 1).cpu_gbps == pytest.approx(27.0)
+
+
+@pytest.mark.parametrize(
+    ("n_tokens", "met"), [(17, 0.276), (32, 0.353), (64, 0.439), (128, 0.519), (512, 0.67), (2048, 0.79)]
+)
+def test_texts_meet_about_as_many_experts_as_was_counted(n_tokens: int, met: float) -> None:
+    """Of 128, 8 a token, in 48 layers of random weights; otherwise the CPU is given what it is slower at than links."""
+    uniform = n_experts_met(128, 8, n_tokens) / 128
+    assert text_of_uniform(n_tokens) * uniform == pytest.approx(met, rel=0.15)

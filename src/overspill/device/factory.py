@@ -100,6 +100,11 @@ def _parse_size(part: str, text: str) -> int:
     return int(Fraction(match[1] + (match[2] or "")) * _UNITS[match[3]])
 
 
+def names_gpus(spec: str) -> bool:
+    """Whether `spec` opens GPUs. Raises `UserError`."""
+    return _parse_spec(spec)[0] == "cuda"
+
+
 def _parse_spec(spec: str) -> tuple[str, tuple[int, ...]]:
     """The kind of device and its numbers: a count for virtual and null, indices for cuda (none: all)."""
     text = spec.strip().lower()

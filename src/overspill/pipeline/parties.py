@@ -6,6 +6,7 @@ the other, each to the party that would be done with it first, gives the least p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -123,3 +124,9 @@ def rates_for(machine: Machine, readers: Collection[int], n_tokens: int) -> Part
 def n_experts_met(n_expert: int, n_used: int, n_tokens: int) -> float:
     """Experts of a layer that at least one of so many tokens picks, if they pick uniformly: the mean."""
     return n_expert * (1.0 - (1.0 - n_used / n_expert) ** n_tokens) if n_expert else 0.0
+
+
+def text_of_uniform(n_tokens: int) -> float:
+    """Of the experts that so many tokens would meet if they picked uniformly, those that tokens of one text do: their
+    hidden states are alike. Fitted to a model of random weights (docs/performance.md)."""
+    return min(0.8, 0.2 + 0.05 * math.log2(n_tokens))

@@ -13,16 +13,19 @@ from dataclasses import dataclass
 from overspill.device.lane import Lane
 from overspill.gpu_memory import FEW_TOKENS
 from overspill.pipeline.ledger import Ledger, StreamId
-from overspill.pipeline.parties import HAND_OFF_US, LETTER_US, ExpertLoad, n_experts_met, parties_of
+from overspill.pipeline.parties import (
+    HAND_OFF_US,
+    LETTER_US,
+    ExpertLoad,
+    n_experts_met,
+    parties_of,
+    text_of_uniform,
+)
 from overspill.pipeline.schedule import Action, Order, Policy, Verb, WaveSchedule, actions
 from overspill.pipeline.split import Layout
 from overspill.pipeline.spread import missed
 from overspill.placement.machine import Machine
 from overspill.placement.shape import ModelShape
-
-_OF_UNIFORM = 0.75
-"""Of the experts that many tokens would meet if they picked uniformly, those that tokens of one text do: their hidden
-states are alike. A model of random weights: 0.54 of them with 128 tokens, 0.67 with 512 (docs/performance.md)."""
 
 _LAUNCH_US = 20.0
 _CPU_EMBED_US = 0.1
@@ -231,8 +234,8 @@ class _Costs:
     def _share_met(self, n_tokens: int) -> float:
         """Share of a layer's experts that at least one of so many tokens picks."""
         n_met = n_experts_met(self._shape.n_expert, self._shape.n_expert_used, n_tokens)
-        of_uniform = 1.0 if self._wave.is_step or n_tokens <= FEW_TOKENS else _OF_UNIFORM
-        return of_uniform * n_met / max(1, self._shape.n_expert)
+        is_text = n_tokens > FEW_TOKENS and not self._wave.is_step
+        return (text_of_uniform(n_tokens) if is_text else 1.0) * n_met / max(1, self._shape.n_expert)
 
     def _rate_gbps(self, device: int) -> float:
         """Bandwidth at which a device reads its own weights."""

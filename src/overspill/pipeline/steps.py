@@ -39,13 +39,6 @@ from overspill.pipeline.wave import MAX_STEP_TOKENS, STEP_WORDS, Ubatch, Wave
 
 _PROGRAMS_KEPT = 16
 _PATIENCE_S = 20.0
-# Of so many threads one is left to whoever else has something to do meanwhile: drivers, the server.
-_THREADS_FOR_OTHERS = 16
-
-
-def n_step_threads(n_threads: int) -> int:
-    """Of the CPU's threads, those that take part in steps."""
-    return max(1, n_threads - -(-n_threads // _THREADS_FOR_OTHERS))
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +75,7 @@ class StepRunner:
         self._memory = memory
         self._work = work
         self._tables = tables
-        self._n_threads = n_step_threads(n_threads)
+        self._n_threads = n_threads
         self._pace = pace
         self._programs: OrderedDict[tuple[object, ...], _Program] = OrderedDict()
         self._n_steps = 0
