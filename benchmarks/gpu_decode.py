@@ -13,7 +13,6 @@ Setups named "cached" keep that share of the experts on the GPUs, "zipf" ones dr
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from json_lines import note
 
 from overspill import LLM
 from overspill.bench.bench import Test, measure
@@ -97,11 +97,7 @@ def main() -> None:
     setups = [setup for setup in setups if any(text in setup[0] for text in args.only)]
     for name, options in setups:
         for row in run(name, args.layers, **options):
-            line = json.dumps(row)
-            print(line, flush=True)
-            if args.out:
-                with args.out.open("a") as file:
-                    file.write(line + "\n")
+            note(row, args.out)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,13 @@ layer's experts that a prompt's ids name: what `selected` uploads of them. A lin
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from json_lines import note
 
 from overspill import LLM
 from overspill.bench.bench import Test, measure
@@ -138,19 +138,11 @@ def main() -> None:
         for i in range(torch.cuda.device_count()):
             torch.zeros(1, device=f"cuda:{i}")  # so that what a process takes in any case is there
         torch.cuda.empty_cache()
-        used_before = used_bytes()
+        used_before, about = used_bytes(), {"setup": name, "layers": args.layers}
         with LLM(synthetic("qwen3-30b-a3b", quant="Q8_0", n_layer=args.layers), **options) as llm:
             for found in rows(llm, args.repetitions):
-                note(name, args, found)
-            note(name, args, memory(llm, used_before))
-
-
-def note(name: str, args: argparse.Namespace, found: Row) -> None:
-    line = json.dumps({"setup": name, "layers": args.layers, **found})
-    print(line, flush=True)
-    if args.out:
-        with args.out.open("a") as file:
-            file.write(line + "\n")
+                note(about | found, args.out)
+            note(about | memory(llm, used_before), args.out)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from json_lines import note
 from model_file import write
 
 from overspill import LLM
@@ -92,11 +93,7 @@ def main() -> None:
             if n_gpus > torch.cuda.device_count() or not any(text in name for text in args.only):
                 continue
             for row in compare(args.llama_bench, path, args.prompts, name):
-                line = json.dumps(row)
-                print(line, flush=True)
-                if args.out:
-                    with args.out.open("a") as file:
-                        file.write(line + "\n")
+                note(row, args.out)
     finally:
         path.unlink(missing_ok=True)
 

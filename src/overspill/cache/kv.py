@@ -99,10 +99,6 @@ class KvCache:
         cells = slice(first, first + segment.n_tokens)
         return self.k[segment.slot, :, cells], self.v[segment.slot, :, cells]
 
-    def all_cells(self, segment: Segment) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys `[G, C, A]` and values of the segment's sequence, written or not."""
-        return self.k[segment.slot], self.v[segment.slot]
-
     def visible(self, segment: Segment, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys `[G, C', A]` and values of the positions from `first` to the segment's last."""
         return self._run(self.k, segment, first), self._run(self.v, segment, first)

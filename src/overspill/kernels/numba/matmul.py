@@ -83,9 +83,6 @@ class _Product(NamedTuple):
 _read_call = reader(_Call)
 _read_product = reader(_Product)
 _call_multiply = caller(N_MULTIPLY_ARGS)
-# Where in a call of one matrix the addresses of its input and output are, for calls that are run again.
-X_NUMBER = _Call._fields.index("x")
-OUT_NUMBER = len(_Call._fields) + _Product._fields.index("out")
 _COUNTER, _DIGITS_COUNTER = 0, 1
 _N_CALL, _N_PRODUCT = len(_Call._fields), len(_Product._fields)
 _PRODUCT_BYTES = 8 * (_N_PRODUCT + len(Rows._fields))
