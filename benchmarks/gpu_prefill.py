@@ -26,7 +26,7 @@ from overspill.cache.cells import Segment
 from overspill.pipeline.schedule import Policy
 from overspill.pipeline.wave import Ubatch, Wave
 
-LONG, SHORT = (8192, 53248), (128, 512, 2048)
+LONG, SHORT = (8192, 53248), (17, 32, 64, 128, 512, 2048)
 CACHED, N_STEPS = 8192, 200
 _EXPERTS_MIB = 612  # of a layer: 128 experts of 3 x 768 x 2048 weights in Q8_0
 Row = dict[str, Any]
@@ -88,9 +88,10 @@ def short_prompts(llm: LLM, repetitions: int) -> Iterator[Row]:
     for n in SHORT:
         chosen = plan.schedule_for(n)
         yield {"policy": "auto", "is": chosen.policy, "shares": chosen.shares, **row(llm, n, repetitions)}
-    for policy, n_lengths in ((Policy.ALL, 3), (Policy.SPREAD, 2), (Policy.SELECTED, 3), (Policy.CPU, 1)):
+    tried = ((Policy.ALL, SHORT[3:]), (Policy.SPREAD, SHORT[:5]), (Policy.SELECTED, SHORT), (Policy.CPU, SHORT[:4]))
+    for policy, lengths in tried:
         llm.plan = replace(plan, policy=policy)
-        for n in SHORT[:n_lengths]:
+        for n in lengths:
             found = row(llm, n, repetitions)
             met = (
                 {"met": round(found["uploaded_gb"] * 1e9 / llm.host_expert_bytes, 3)}
