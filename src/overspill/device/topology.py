@@ -63,7 +63,7 @@ def measure(devices: Devices, sample: Sample) -> Rates:
     """
     has_gpus = any(device.torch_device.type != "cpu" for device in devices.accelerators)
     copy_bytes = min([_MAX_COPY_BYTES[has_gpus], *(device.free_bytes // 8 for device in devices.all)])
-    cpu_gflops = sample.flops / _best_seconds(sample.many, _FIRST_SECONDS) / 1e9
+    cpu_gflops = sample.flops / _best_seconds(sample.many, least_s=_FIRST_SECONDS) / 1e9
     cpu_gbps = sample.n_bytes / _best_seconds(sample.one) / 1e9
     call_us = _best_seconds(sample.call) * 1e6
     if not devices.accelerators:
@@ -93,14 +93,15 @@ def _reserve(device: Device, n_bytes: int) -> Buffer:
     return device.allocate((n_bytes,), torch.uint8, kind=MemoryKind.STAGING, name="rates")
 
 
-def _best_seconds(run: Callable[[], object], least_s: float = _LEAST_SECONDS) -> float:
+def _best_seconds(run: Callable[[], object], *, least_s: float = _LEAST_SECONDS) -> float:
     """Of some runs, which take long enough together that other programs do not disturb them all."""
-    seconds: list[float] = []
-    while len(seconds) < _LEAST_REPEATS or sum(seconds) < least_s:
+    best_s, n_runs, total_s = float("inf"), 0, 0.0
+    while n_runs < _LEAST_REPEATS or total_s < least_s:
         started = time.perf_counter()
         run()
-        seconds.append(max(time.perf_counter() - started, 1e-9))
-    return min(seconds)
+        seconds = max(time.perf_counter() - started, 1e-9)
+        best_s, n_runs, total_s = min(best_s, seconds), n_runs + 1, total_s + seconds
+    return best_s
 
 
 def _upload(targets: list[Buffer], source: Buffer) -> None:

@@ -30,8 +30,10 @@ def dequantize(q: QTensor) -> Tensor:
         raise UserError(f"tensor type {q.type.name} holds no float weights: it cannot be dequantised; check the file")
     block = q.type.block
     blocks = q.in_rows().data.reshape(-1, block.n_bytes)
-    out = torch.empty(len(blocks), block.n_elements, dtype=torch.float32, device=blocks.device)
     part = max(_MAX_PART_ELEMENTS // block.n_elements, 1)
+    if len(blocks) <= part:
+        return decode(blocks).float().reshape(q.shape)
+    out = torch.empty(len(blocks), block.n_elements, dtype=torch.float32, device=blocks.device)
     for raw, values in zip(blocks.split(part), out.split(part), strict=True):
         values.copy_(decode(raw))
     return out.view(q.shape)
