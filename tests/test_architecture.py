@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,7 @@ def name_of(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
 
+@cache
 def imports(path: Path, *, at_run_time: bool = True) -> set[str]:
     """Modules a file imports anywhere; without `at_run_time`, not those inside functions or TYPE_CHECKING blocks."""
     tree = ast.parse(path.read_text())
@@ -165,8 +167,9 @@ def test_without_torch(pattern: str) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_libraries_stay_in_their_rooms(path: Path) -> None:
+    libraries = {module.split(".")[0] for module in imports(path)}
     for library, room in ONLY_IN.items():
-        if any(module.split(".")[0] == library for module in imports(path)):
+        if library in libraries:
             assert name_of(path).startswith(room), f"{name_of(path)} imports {library}, which belongs in {room}"
 
 

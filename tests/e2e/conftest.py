@@ -1,10 +1,15 @@
-"""A shape so small that weights of it are made in a moment."""
+"""A shape so small that weights of it are made in a moment, and models that are opened in one."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from unittest.mock import patch
 
 import pytest
 
 from overspill.bench import shapes
+from overspill.device import topology
 
 _TINY_KEYS: dict[str, int | float] = {
     "block_count": 3,
@@ -27,3 +32,11 @@ TINY = {"general.architecture": "qwen3moe"} | {f"qwen3moe.{key}": value for key,
 @pytest.fixture
 def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(shapes.SHAPES, "tiny", TINY)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _rates_need_not_be_good() -> Iterator[None]:
+    """Every model that is opened measures the machine, which takes longer than to open a small one."""
+    any_seconds = partial(topology._best_seconds, least_s=0.0)
+    with patch.multiple(topology, _FIRST_SECONDS=0.0, _best_seconds=any_seconds):
+        yield
