@@ -8,7 +8,7 @@ PY := $(VENV)/bin/python
 .PHONY: test check kernels demo clean
 
 test: $(VENV)/.dev
-	$(PY) -m pytest -n 2 --dist loadfile
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/.dev
 	$(VENV)/bin/ruff format --check .
