@@ -83,11 +83,17 @@ def cached_prompts(llm: LLM, repetitions: int) -> Iterator[Row]:
 
 
 def short_prompts(llm: LLM, repetitions: int) -> Iterator[Row]:
-    """The plan's own choice, then each policy."""
+    """The plan's own choice, and the same without steps where it is one; then each policy."""
     plan = llm.plan
     for n in SHORT:
-        chosen = plan.schedule_for(n)
-        yield {"policy": "auto", "is": chosen.policy, "shares": chosen.shares, **row(llm, n, repetitions)}
+        n_rows = plan.step_rows(n, n)
+        chosen = plan.step_schedule(n_rows) if n_rows else plan.schedule_for(n)
+        about = {"policy": "auto", "rows of a step": n_rows, "is": chosen.policy, "shares": chosen.shares}
+        yield about | row(llm, n, repetitions)
+        if n_rows:
+            llm.plan = replace(plan, takes_steps=False)
+            yield {"policy": "auto", "rows of a step": 0, **row(llm, n, repetitions)}
+            llm.plan = plan
     tried = ((Policy.ALL, SHORT[3:]), (Policy.SPREAD, SHORT[:5]), (Policy.SELECTED, SHORT), (Policy.CPU, SHORT[:4]))
     for policy, lengths in tried:
         llm.plan = replace(plan, policy=policy)

@@ -42,6 +42,7 @@ NO_TORCH = [
     "cache/rings.py",
     "cache/states.py",
     "pipeline/wave.py",
+    "pipeline/rows.py",
     "pipeline/split.py",
     "pipeline/ledger.py",
     "pipeline/schedule.py",

@@ -46,8 +46,8 @@ from overspill.pipeline.memory import Memory, Sizes
 from overspill.pipeline.reading import LoadMode
 from overspill.pipeline.recorded import Recorded
 from overspill.pipeline.residence import read_ahead
+from overspill.pipeline.rows import ShortPrompts
 from overspill.pipeline.runner import Runner
-from overspill.pipeline.schedule import WaveSchedule
 from overspill.pipeline.spread_tally import SpreadTally
 from overspill.pipeline.step_work import StepWork
 from overspill.pipeline.steps import StepRunner
@@ -168,6 +168,7 @@ class LLM:
                 steps=steps,
                 caches=caches,
             )
+            self.short_prompts = ShortPrompts(n_before=int(self.options.prefix_reuse == "any-point"))
             self._running = threading.Lock()
             self.watch = WaveWatch(self.devices)
             self._engine = Engine(
@@ -255,7 +256,7 @@ class LLM:
             if not 0 <= min(ids) <= max(ids) < self.hparams.n_vocab:
                 raise UserError(f"logits: ids from {min(ids)} to {max(ids)}; the model has {self.hparams.n_vocab}")
             self._engine.forget_cells()
-            rows = [r for wave in self._waves_of(ids) for r in self.runner.run(wave, self._schedule(wave))]
+            rows = [r for wave in self._waves_of(ids) for r in self._run(wave)]
         return torch.cat(rows)
 
     def _waves_of(self, ids: Sequence[int]) -> list[Wave]:
@@ -270,7 +271,16 @@ class LLM:
     def run_wave(self, wave: Wave) -> list[torch.Tensor]:
         """Compute a wave below the engine (benchmarks): per ubatch, logits `[n output rows, V]`."""
         with self._running:
-            return self.watch.run(wave, lambda: self.runner.run(wave, self._schedule(wave), self._check_wanted))
+            return self.watch.run(wave, lambda: self._run(wave, self._check_wanted))
+
+    def _run(self, wave: Wave, gives_up: Callable[[], None] = lambda: None) -> list[torch.Tensor]:
+        if wave.is_step:
+            return self.runner.run(wave, self.plan.step_schedule(wave.n_tokens), gives_up)
+        n_rows = self.plan.step_rows(wave.n_tokens, wave.end_pos)
+        if n_rows and (rows := self.short_prompts.rows_of(wave, n_rows)) is not None:
+            (found,) = self.runner.run(rows.step, self.plan.step_schedule(n_rows), gives_up)
+            return [found[list(wanted)] for wanted in rows.wanted]
+        return self.runner.run(wave, self.plan.schedule_for(wave.n_tokens), gives_up)
 
     def _pace(self) -> WavePace | None:
         """Of waves that others decode in; None where the user sets no bound."""
@@ -364,10 +374,6 @@ class LLM:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
-
-    def _schedule(self, wave: Wave) -> WaveSchedule:
-        n_tokens = wave.n_tokens
-        return self.plan.step_schedule(n_tokens) if wave.is_step else self.plan.schedule_for(n_tokens)
 
 
 def _counter(progress: Progress | None, n_total: int) -> Callable[[int], None]:

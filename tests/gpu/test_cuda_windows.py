@@ -31,6 +31,7 @@ def steps(llm: LLM, case: Case) -> torch.Tensor:
     """Logits of steps of three sequences, after their prompts, by recordings made anew."""
     assert llm.runner._steps is not None
     llm.runner._steps._programs.clear()
+    llm.short_prompts.forget()
     rows = [(wave, llm.run_wave(wave)) for wave in long_waves(case)]
     return torch.cat([row for wave, found in rows if is_step(wave) for row in found])
 

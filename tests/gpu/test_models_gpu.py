@@ -74,6 +74,7 @@ def replayed(llm: LLM, case: Case) -> torch.Tensor:
     """Logits of steps by recordings made anew."""
     assert llm.runner._steps is not None
     llm.runner._steps._programs.clear()
+    llm.short_prompts.forget()
     return decoded(llm.run_wave, case)
 
 

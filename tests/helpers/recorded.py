@@ -24,6 +24,10 @@ from overspill.kernels.sharing import Mail, Term
 from overspill.letter_room import room
 from overspill.models.base import UbatchView
 from overspill.models.rope import Rope
+from overspill.pipeline.schedule import Action
+from overspill.pipeline.step_work import StepWork
+from overspill.pipeline.wave import Ubatch
+from overspill.pipeline.work import Work
 from overspill.quant.q8_rows import decode
 
 
@@ -53,8 +57,19 @@ def issuing(device_class: type[Device], stream_class: type[Stream]) -> Iterator[
         """Layers share them within a step; a list of work has no other way to begin the next one without them."""
         return rope.angles(self.positions)
 
+    def views_of(self: StepWork, action: Action, ubatch: Ubatch) -> list[UbatchView]:
+        """And layers share a view, which the next step, of other rows, must not find."""
+        return []
+
+    def embed(self: StepWork, action: Action, ubatch: Ubatch) -> Callable[[], None]:
+        """Nor what the step before left where hidden states begin."""
+        self._latest.pop(action.writes[0], None)
+        return Work._embed(self, action, ubatch)
+
     with (
         patch.object(UbatchView, "angles", angles),
+        patch.object(StepWork, "_views_of", views_of),
+        patch.object(StepWork, "_embed", embed),
         patch.object(device_class, "record", record),
         patch.object(stream_class, "replay", replay),
     ):

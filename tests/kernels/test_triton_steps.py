@@ -153,3 +153,29 @@ def test_mail_is_added_in_order(n_terms: int) -> None:
 
     assert torch.equal(out, expected)
     assert late.item() == 0
+
+
+@pytest.mark.parametrize(("n_cells", "window"), [(40, None), (12, 7)])
+def test_rows_of_one_sequence_see_those_before_them(n_cells: int, window: int | None) -> None:
+    """A short prompt after earlier cells: its first rows stand there twice, all write before any attends."""
+    from overspill.kernels.triton.heads import Angles, HeadGains
+    from overspill.kernels.triton.steps import attend_steps, prepare_steps
+
+    rows, first_pos, H, G, A = [0, 1, 0, 1, 2, 3, 4], 15, 4, 2, 16
+    k, v = _random(first_pos + 5, G * A, seed=1), _random(first_pos + 5, G * A, seed=2)
+    q, cos, sin = _random(5, H * A, seed=3)[rows], torch.ones(7, 8, device=DEVICE), torch.zeros(7, 8, device=DEVICE)
+    caches = tuple(torch.full((2, G, n_cells, A), torch.nan, device=DEVICE) for _ in range(2))
+    for position in range(first_pos):
+        for cache, x in zip(caches, (k, v), strict=True):
+            cache[1, :, position % n_cells] = x[position].view(G, A)
+    positions = torch.tensor([first_pos + row for row in rows], dtype=torch.int32, device=DEVICE)
+    steps = Steps(torch.ones_like(positions), positions)
+    new = k[first_pos:][rows], v[first_pos:][rows]
+    queries = prepare_steps(q, *new, caches, steps, Angles(cos, sin, False), HeadGains(None, None, 1e-5))
+    out = attend_steps(queries, *caches, A, steps, scale=0.3, window=window, dtype=torch.float32)
+
+    for t, position in enumerate(positions.tolist()):
+        cells = _cells(position, window, None)
+        seen = (x[cells].view(-1, G, A).transpose(0, 1) for x in (k, v))
+        wanted = ref.attention(q[t : t + 1].view(1, H, A), *seen, scale=0.3)
+        torch.testing.assert_close(out[t : t + 1], wanted, rtol=2e-5, atol=2e-5)

@@ -85,10 +85,12 @@ def machines(draw: st.DrawFn) -> Machine:
     return replace(make_machine(*[24.0] * n), party_rates=tuple(measured))
 
 
-@given(machines(), st.integers(1, 512), st.booleans())
-def test_all_experts_are_shared_out_and_never_later_than_by_links(machine: Machine, n: int, alone: bool) -> None:
+@given(machines(), st.integers(1, 512), st.booleans(), st.booleans())
+def test_all_experts_are_shared_out_and_never_later_than_by_links(
+    machine: Machine, n: int, alone: bool, is_step: bool
+) -> None:
     n_devices, host = len(machine.devices), machine.host_index
-    found = spread(SHAPE, machine, layout(n_devices), SCHEDULE, n, spreads_alone=alone)
+    found = spread(SHAPE, machine, layout(n_devices), SCHEDULE, n, spreads_alone=alone, is_step=is_step)
     assert found.policy is Policy.SPREAD
     for owner, shares in enumerate(found.shares[:N_LAYER]):
         (first, _), *helpers = shares
@@ -119,11 +121,24 @@ def test_gpus_dequantise_what_many_tokens_meet() -> None:
     assert [p.expert_us for p in (*few, *many)] == pytest.approx([100.0, 125.0])
 
 
-def test_the_cpu_takes_part_for_few_tokens() -> None:
+def test_the_cpu_reads_or_multiplies_whichever_takes_longer() -> None:
+    """5 MB at 50 GB/s; a GFLOP at 5 TFLOP/s, or at 1."""
+    rates = (PartyRates(16, (50.0,), (50.0,), 50.0, 10.0),)
+    machine = replace(make_machine(24), party_rates=rates, cpu_gflops=5000.0)
+    found = [
+        parties_of(m, 0, (1,), (0,), 17, ExpertLoad(5e6, 1e9)) for m in (machine, replace(machine, cpu_gflops=1e3))
+    ]
+    assert [parties[-1].expert_us for parties in found] == pytest.approx([200.0, 1000.0])
+
+
+def test_the_cpu_takes_part_for_few_tokens_and_in_steps() -> None:
     machine = replace(make_machine(24, 24), party_rates=(PartyRates(16, (50.0,) * 2, (50.0,) * 2, 500.0, 10.0),))
     few, many = (spread(SHAPE, machine, layout(2), SCHEDULE, n, spreads_alone=False).shares for n in (16, 17))
     assert all(2 in dict(shares) for shares in few[:N_LAYER] if shares)
     assert all(2 not in dict(shares) for shares in many)
+    machine = replace(machine, cpu_gflops=1e5)
+    step = spread(SHAPE, machine, layout(2), SCHEDULE, 32, spreads_alone=False, is_step=True)
+    assert all(2 in dict(shares) for shares in step.shares[:N_LAYER] if shares)
 
 
 def test_a_cpu_too_slow_for_one_expert_gets_none_and_leaves_the_links_at_their_own_rates() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from overspill.options import Options
 from overspill.pipeline.choose import Plan, choose
+from overspill.pipeline.rows import MOST_READ
 from overspill.pipeline.schedule import Policy
 from overspill.pipeline.simulate import WaveShape, predict
 from overspill.placement.budget import KernelNeeds
@@ -50,7 +51,14 @@ def test_every_small_wave_takes_the_quickest_way(n_spread: int, cpu_gbps: float,
         wave = WaveShape.of_prompt(n, made.placement.n_ubatch)
         us = all_policies(made, wave)
         assert us[made.schedule_for(n).policy] == min(us.values())
-        assert made.predict(wave).wave_us == min(us.values())
+        as_step = step_us(made, n) if n <= (n_spread or 32) else min(us.values())
+        assert made.predict(wave).wave_us == min(as_step, *us.values())
+        assert (made.step_rows(n, n) > 0) == (as_step < min(us.values()))
+
+
+def step_us(made: Plan, n: int) -> float:
+    """Of a short prompt that is computed as a step."""
+    return predict(SHAPE, made.machine, made.layout, WaveShape((n,), is_step=True), made.step_schedule(n)).wave_us
 
 
 @pytest.mark.parametrize("cpu_gbps", [1.0, 100.0, 2000.0])
@@ -100,8 +108,22 @@ def test_a_step_takes_its_slowest_part_letters_kernels_and_start_and_no_launches
     share_us = 2 * 5 * MIB / 50e9 * 1e6
     layer = 38.0 + share_us + 2 * 20.0
     assert N_LAYER * layer + 800 < step < N_LAYER * (layer + 150) + 800
-    alone = made.predict(WaveShape((1,), 100)).wave_us
-    assert alone > N_LAYER * 600.0
+    issued = predict(SHAPE, made.machine, made.layout, WaveShape((1,), 100), made.schedule_for(1)).wave_us
+    assert issued > N_LAYER * 600.0
+
+
+def test_short_prompts_are_priced_as_steps_and_long_ones_as_waves() -> None:
+    """Where launches cost much; up to the step's rows, unless these would read too many cells; never with states."""
+    made = plan(n_spread=64)
+    for n, n_rows in ((2, 2), (3, 4), (17, 24), (32, 32), (33, 0)):
+        assert made.step_rows(n, n) == n_rows
+    assert made.predict(WaveShape.of_prompt(32, 128)).wave_us == step_us(made, 32)
+    wave = WaveShape.of_prompt(33, 128)
+    assert made.predict(wave) == predict(SHAPE, made.machine, made.layout, wave, made.schedule_for(33))
+    assert [made.step_rows(n, MOST_READ // n) for n in (8, 9)] == [8, 0]
+    recurrent = replace(made, shape=replace(SHAPE, state_bytes=(0,) * (N_LAYER - 1) + (8,)))
+    assert recurrent.step_rows(2, 2) == 0
+    assert plan(n_spread=64, policy="all").step_rows(2, 2) == 0
 
 
 def test_resident_steps_are_priced_as_replayed() -> None:

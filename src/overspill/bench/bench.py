@@ -126,7 +126,8 @@ def measure(llm: LLM, test: Test, repetitions: int, ids: Sequence[int] | None = 
     if test.n_tokens + test.n_depth > llm.sizes.n_cells:
         raise UserError(f"{test.name} needs {test.n_tokens + test.n_depth} cells, the context has {llm.sizes.n_cells}")
     started = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-    samples, n_warm_ups = [], 2 if llm.plan.schedule.is_recorded else 1
+    is_recorded = llm.plan.schedule.is_recorded or llm.plan.takes_steps
+    samples, n_warm_ups = [], 2 if is_recorded else 1
     for i in range(repetitions + n_warm_ups):
         prompt = _ids(llm, test, ids, i)
         _run_prompt(llm, prompt[: test.n_depth], first_pos=0)

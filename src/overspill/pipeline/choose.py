@@ -19,11 +19,13 @@ from overspill.gpu_memory import FEW_TOKENS
 from overspill.options import Options
 from overspill.pipeline.host_budget import with_host_buffers
 from overspill.pipeline.lay_out import layout_of, with_detours, with_embedding
+from overspill.pipeline.rows import n_step_rows
 from overspill.pipeline.schedule import Order, Policy, WaveSchedule
-from overspill.pipeline.simulate import Prediction, WaveShape, predict
+from overspill.pipeline.simulate import Prediction, WaveShape, is_replayed_step, predict
 from overspill.pipeline.split import Layout
 from overspill.pipeline.spread import n_kept_slices, n_spread_tokens, owners_of, spread
 from overspill.pipeline.step_budget import with_step_buffers
+from overspill.pipeline.wave import MAX_STEP_TOKENS
 from overspill.placement.budget import NO_NEEDS, KernelNeeds
 from overspill.placement.expert_cache import kept_bytes, slot_bytes, with_cache
 from overspill.placement.machine import Machine
@@ -112,13 +114,37 @@ class Plan:
         n = n_tokens if is_small and n_tokens <= FEW_TOKENS else bucket
         return self._cheapest(WaveShape.of_prompt(n, self.placement.n_ubatch), is_small=is_small)
 
-    def step_schedule(self, n_sequences: int) -> WaveSchedule:
-        """How a step of so many sequences runs: experts are shared out where they can be."""
-        if not self._is_fixed and n_sequences <= self.n_spread_tokens:
-            return self._spread_for(n_sequences)
+    def step_schedule(self, n_rows: int) -> WaveSchedule:
+        """How a step of so many rows runs: experts are shared out where they can be."""
+        if not self._is_fixed and n_rows <= self.n_spread_tokens:
+            return self._spread_for(n_rows, is_step=self.takes_steps)
         if self._is_fixed or not self.takes_steps or not self.has_host_experts:
-            return self.schedule_for(n_sequences)
-        return self._cheapest(WaveShape.of_step(n_sequences, sum(self.reference.n_tokens)), is_small=True)
+            return self.schedule_for(n_rows)
+        return self._cheapest(WaveShape.of_step(n_rows, sum(self.reference.n_tokens)), is_small=True)
+
+    def step_rows(self, n_tokens: int, end_pos: int) -> int:
+        """Rows of the step that computes a prompt of so many tokens, the last before `end_pos`; 0 where a wave does."""
+        if not self.takes_steps or self.shape.has_states:
+            return 0
+        most = min(MAX_STEP_TOKENS, self.placement.n_ubatch, self.n_spread_tokens or MAX_STEP_TOKENS)
+        n_rows = n_step_rows(n_tokens, end_pos, most)
+        if n_rows and n_tokens not in self._gains_as_step:
+            self._gains_as_step[n_tokens] = self._gains(WaveShape((n_tokens,)), self.step_schedule(n_rows))
+        return n_rows if n_rows and self._gains_as_step[n_tokens] else 0
+
+    def _gains(self, wave: WaveShape, schedule: WaveSchedule) -> bool:
+        """Whether a prompt is sooner done as a step. Where nothing is in host RAM it is: launches of whole layers take
+        longer than a step, and longer than the simulation says."""
+        step = replace(wave, is_step=True)
+        if not is_replayed_step(self.layout, step, schedule):
+            return False
+        issued = self.schedule_for(sum(wave.n_tokens))
+        return not self.has_host_experts or self._predict(step, schedule).wave_us < self._predict(wave, issued).wave_us
+
+    @cached_property
+    def _gains_as_step(self) -> dict[int, bool]:
+        """Of prompts of so many tokens, as far as was asked."""
+        return {}
 
     @property
     def _is_fixed(self) -> bool:
@@ -127,22 +153,23 @@ class Plan:
 
     def uncached(self, n_tokens: int) -> WaveSchedule:
         """How a step of so many tokens runs whose experts are shared out, where no device uses what it keeps."""
-        return self._spread_by(n_tokens, ())
+        return self._spread_by(n_tokens, (), is_step=True)
 
-    def _spread_for(self, n_tokens: int) -> WaveSchedule:
+    def _spread_for(self, n_tokens: int, *, is_step: bool = False) -> WaveSchedule:
         """Few tokens use what devices keep; many would only turn it over."""
-        return self._spread_by(n_tokens, self.placement.n_cached if n_tokens <= FEW_TOKENS else ())
+        return self._spread_by(n_tokens, self.placement.n_cached if n_tokens <= FEW_TOKENS else (), is_step=is_step)
 
-    def _spread_by(self, n_tokens: int, n_cached: tuple[int, ...]) -> WaveSchedule:
-        if (n_tokens, n_cached) not in self._spread:
+    def _spread_by(self, n_tokens: int, n_cached: tuple[int, ...], *, is_step: bool) -> WaveSchedule:
+        key = n_tokens, n_cached, is_step
+        if key not in self._spread:
             schedule = replace(self.schedule, n_cached=n_cached)
             how = (self.shape, self.machine, self.layout, schedule, n_tokens)
-            self._spread[n_tokens, n_cached] = spread(*how, spreads_alone=self.spreads_alone)
-        return self._spread[n_tokens, n_cached]
+            self._spread[key] = spread(*how, spreads_alone=self.spreads_alone, is_step=is_step)
+        return self._spread[key]
 
     @cached_property
-    def _spread(self) -> dict[tuple[int, tuple[int, ...]], WaveSchedule]:
-        """The schedules with shares found so far, by number of tokens and of experts kept."""
+    def _spread(self) -> dict[tuple[int, tuple[int, ...], bool], WaveSchedule]:
+        """The schedules with shares found so far, by number of tokens and of experts kept, of waves and of steps."""
         return {}
 
     def _cheapest(self, wave: WaveShape, *, is_small: bool) -> WaveSchedule:
@@ -164,8 +191,11 @@ class Plan:
     def predict(self, wave: WaveShape) -> Prediction:
         """Simulate a wave."""
         n_tokens = sum(wave.n_tokens)
-        schedule = self.step_schedule(n_tokens) if wave.is_step else self.schedule_for(n_tokens)
-        return self._predict(replace(wave, is_step=wave.is_step and self.takes_steps), schedule)
+        if wave.is_step:
+            return self._predict(replace(wave, is_step=self.takes_steps), self.step_schedule(n_tokens))
+        if n_rows := self.step_rows(n_tokens, wave.first_pos + n_tokens):
+            return self._predict(replace(wave, n_tokens=(n_tokens,), is_step=True), self.step_schedule(n_rows))
+        return self._predict(wave, self.schedule_for(n_tokens))
 
     def prompt_us(self, n_tokens: int, first_pos: int = 0) -> float:
         """What a prompt is predicted to take, in as many waves as it needs."""

@@ -13,7 +13,6 @@ from overspill.gpu_memory import MAX_SLICES
 from overspill.letter_room import FLAG_STRIDE, n_pieces, room
 from overspill.pipeline.schedule import Action, Order, Policy, Shares, Verb, WaveSchedule, actions
 from overspill.pipeline.split import Detour, Layout
-from overspill.pipeline.wave import MAX_STEP_TOKENS
 
 
 class LetterSizes(NamedTuple):
@@ -46,11 +45,10 @@ class Widths(Protocol):
 
 
 def step_letters(
-    widths: Widths, layout: Layout, n_ubatch: int, n_sequences: int, *, normed_value_bytes: int, n_spread: int
+    widths: Widths, layout: Layout, n_ubatch: int, n_tokens: int, *, normed_value_bytes: int, n_spread: int
 ) -> LetterSizes:
-    """Of all letters of a step of so many sequences, whatever its schedule. n_spread: most tokens whose experts are
+    """Of all letters of a step of so many tokens, whatever its schedule. n_spread: most tokens whose experts are
     spread."""
-    n_tokens = min(MAX_STEP_TOKENS, n_sequences)
     parts = {
         "x": [(n_ubatch, widths.x_dim)],
         "route": [

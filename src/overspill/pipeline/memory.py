@@ -22,6 +22,7 @@ from overspill.pipeline.history import TokenHistory
 from overspill.pipeline.ledger import Resource
 from overspill.pipeline.letter_sizes import LetterSizes, step_letters
 from overspill.pipeline.split import N_TILES, Layout, detours
+from overspill.pipeline.wave import MAX_STEP_TOKENS
 from overspill.placement.budget import N_LOGIT_BUFFERS, N_LOGIT_ROWS, StagingPlan
 
 
@@ -144,7 +145,7 @@ class Memory:
             self._hp,
             layout,
             self.sizes.n_ubatch,
-            self.sizes.n_slots,
+            min(MAX_STEP_TOKENS, self.sizes.n_slots) if self.has_states else MAX_STEP_TOKENS,
             normed_value_bytes=self._precision.normed.itemsize,
             n_spread=self._n_spread_tokens,
         )

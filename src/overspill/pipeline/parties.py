@@ -99,9 +99,12 @@ def parties_of(
         letters = 0.0 if number == owner else 2 * LETTER_US
         fixed = rates.cpu_call_us if number == host else _PART_US
         read_us = expert.n_bytes / (rates.cpu_gbps if number == host else links[number]) / 1e3
-        # What a device reads is dequantised and multiplied when all of it is there.
-        product_us = _product_us(machine.devices[number], expert) if n_tokens > FEW_TOKENS and number != host else 0.0
-        parties.append(Party(number, letters, fixed, read_us + product_us))
+        expert_us = read_us
+        if n_tokens > FEW_TOKENS and number == host:
+            expert_us = max(read_us, expert.n_flops / machine.cpu_gflops / 1e3)
+        elif n_tokens > FEW_TOKENS:  # what a device reads is dequantised and multiplied when all of it is there
+            expert_us += _product_us(machine.devices[number], expert)
+        parties.append(Party(number, letters, fixed, expert_us))
     return parties
 
 

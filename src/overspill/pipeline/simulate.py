@@ -79,17 +79,19 @@ def simulate(
 class WaveShape:
     """A wave by its numbers: tokens of each ubatch, and how many positions stand before the first.
 
-    is_step: it is one token of each of some sequences, and may be recorded.
+    is_step: it may be recorded: one token of each of some sequences, or a short prompt. is_text: tokens follow each
+    other, so they name fewer experts than as many of several sequences.
     """
 
     n_tokens: tuple[int, ...]
     first_pos: int = 0
     is_step: bool = False
+    is_text: bool = True
 
     @classmethod
     def of_step(cls, n_sequences: int, first_pos: int) -> WaveShape:
         """A decoding step."""
-        return cls((n_sequences,), first_pos, is_step=True)
+        return cls((n_sequences,), first_pos, is_step=True, is_text=False)
 
     @classmethod
     def of_prompt(cls, n_tokens: int, n_ubatch: int, first_pos: int = 0) -> WaveShape:
@@ -234,7 +236,7 @@ class _Costs:
     def _share_met(self, n_tokens: int) -> float:
         """Share of a layer's experts that at least one of so many tokens picks."""
         n_met = n_experts_met(self._shape.n_expert, self._shape.n_expert_used, n_tokens)
-        is_text = n_tokens > FEW_TOKENS and not self._wave.is_step
+        is_text = n_tokens > FEW_TOKENS and self._wave.is_text
         return (text_of_uniform(n_tokens) if is_text else 1.0) * n_met / max(1, self._shape.n_expert)
 
     def _rate_gbps(self, device: int) -> float:

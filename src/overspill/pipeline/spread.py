@@ -28,12 +28,19 @@ def n_spread_tokens(shape: ModelShape, layout: Layout, placement: Placement, nee
 
 
 def spread(
-    shape: ModelShape, machine: Machine, layout: Layout, schedule: WaveSchedule, n_tokens: int, *, spreads_alone: bool
+    shape: ModelShape,
+    machine: Machine,
+    layout: Layout,
+    schedule: WaveSchedule,
+    n_tokens: int,
+    *,
+    spreads_alone: bool,
+    is_step: bool = False,
 ) -> WaveSchedule:
     """The schedule with the shares of everybody, by owner of a layer, for waves of so many tokens.
 
-    The CPU takes part for few tokens: with more, its products take longer than links need for the same experts.
-    spreads_alone: see `KernelNeeds`.
+    The CPU takes part for few tokens, and in steps: where work is issued, each layer would wait for a thread of Python,
+    which the links need not. spreads_alone: see `KernelNeeds`.
     """
     owners, n_met = owners_of(layout), n_experts_met(shape.n_expert, shape.n_expert_used, n_tokens)
     n_slices = shape.n_expert_slices if n_met <= _FEW_EXPERTS else 1
@@ -48,7 +55,8 @@ def spread(
                 sum(shape.expert_bytes(i) for i in layers) / len(layers) / shape.n_expert,
                 sum(shape.expert_flops(i) for i in layers) / len(layers) * n_tokens / n_met,
             )
-            helpers = [others] if n_tokens > FEW_TOKENS else [others, (*others, machine.host_index)]
+            with_cpu = is_step or n_tokens <= FEW_TOKENS
+            helpers = [others, (*others, machine.host_index)] if with_cpu else [others]
             choices = [parties_of(machine, owner, h, (owner, *others), n_tokens, expert) for h in helpers]
             n_missed = max(1, round(n_met * missed(schedule, shape, owner)))
             shares.append(_soonest(choices, n_missed, n_slices, machine.host_index))

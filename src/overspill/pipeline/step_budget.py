@@ -10,7 +10,7 @@ from dataclasses import replace
 from overspill.pipeline.letter_sizes import step_letters
 from overspill.pipeline.split import Layout
 from overspill.pipeline.spread import n_spread_tokens
-from overspill.pipeline.wave import STEP_WORDS
+from overspill.pipeline.wave import MAX_STEP_TOKENS, STEP_WORDS
 from overspill.placement.budget import KernelNeeds, most_spread_bytes, spread_bytes, tally_bytes, who_bytes
 from overspill.placement.plan import Placement
 from overspill.placement.shape import ModelShape
@@ -41,7 +41,8 @@ def with_step_buffers(
         pinned = len(used) * tally_bytes(shape, n_devices)
     if step_bytes:
         values = needs.normed_value_bytes
-        letters = step_letters(shape, layout, n_ubatch, n_sequences, normed_value_bytes=values, n_spread=n_tokens)
+        n_rows = min(MAX_STEP_TOKENS, n_sequences) if shape.has_states else MAX_STEP_TOKENS
+        letters = step_letters(shape, layout, n_ubatch, n_rows, normed_value_bytes=values, n_spread=n_tokens)
         pinned += step_bytes + _LATE_BYTES + letters.n_bytes
     budgets = list(placement.budgets)
     for i in used:

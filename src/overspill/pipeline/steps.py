@@ -1,11 +1,12 @@
 """Decoding by replay: the actions of a step are recorded once per device, and run again for every token.
 
-A step is a wave of one ubatch that has one token of each of several sequences. Its actions are those of any wave, in
-the order of the schedule, but nobody issues them: what each accelerator does is one recording, started with one call,
-and what the CPU does is a list that the issuing thread runs through. Where hidden states pass from one device to
-another they go by mail, through pinned memory (`kernels.triton.mail`): the receiver's recording waits for the sender's.
-On one device actions run in the order of issue, so the mail is all the order there is between devices, and it is
-enough: every hand-off of a step has a box of its own, and the host waits for the end of a step before the next.
+A step is a wave of one ubatch whose rows are segments of their own: one token of each of several sequences, or the
+tokens of short prompts (`pipeline.rows`). Its actions are those of any wave, in the order of the schedule, but nobody
+issues them: what each accelerator does is one recording, started with one call, and what the CPU does is a list that
+the issuing thread runs through. Where hidden states pass from one device to another they go by mail, through pinned
+memory (`kernels.triton.mail`): the receiver's recording waits for the sender's. On one device actions run in the order
+of issue, so the mail is all the order there is between devices, and it is enough: every hand-off of a step has a box of
+its own, and the host waits for the end of a step before the next.
 
 The host writes positions, tokens and slots into pinned memory; each recording begins by reading them.
 """
@@ -37,7 +38,7 @@ from overspill.pipeline.split import Detour, Layout
 from overspill.pipeline.step_work import StepWork, inputs_in
 from overspill.pipeline.wave import MAX_STEP_TOKENS, STEP_WORDS, Ubatch, Wave
 
-_PROGRAMS_KEPT = 16
+_PROGRAMS_KEPT = 24
 _PATIENCE_S = 20.0
 
 
@@ -107,8 +108,9 @@ class StepRunner:
     def suits(self, wave: Wave, schedule: WaveSchedule) -> bool:
         """Whether a wave is a step whose experts need no upload. States of sequences that begin are zeros, not rows."""
         uploads = schedule.policy in (Policy.ALL, Policy.SELECTED) and any(self._layout.slabs)
-        is_mixed = bool(self._layout.mixed)
-        return wave.is_step and not uploads and not is_mixed
+        if uploads or self._layout.mixed or not wave.is_step:
+            return False
+        return not self._memory.has_states or all(s.first_pos > 0 for s in wave.ubatches[0].segments)
 
     def run_host(self, wave: Wave, schedule: WaveSchedule) -> list[torch.Tensor]:
         """Compute a step; logits as `Runner.run` gives them."""

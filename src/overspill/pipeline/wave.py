@@ -38,17 +38,22 @@ class Ubatch:
 
 @dataclass(frozen=True, slots=True)
 class Wave:
-    """Ubatches that go through the layers together."""
+    """Ubatches that go through the layers together. n_copies: rows among theirs that are there for the second time."""
 
     ubatches: tuple[Ubatch, ...]
+    n_copies: int = 0
 
     @property
     def n_tokens(self) -> int:
-        return sum(u.n_tokens for u in self.ubatches)
+        return sum(u.n_tokens for u in self.ubatches) - self.n_copies
+
+    @property
+    def end_pos(self) -> int:
+        """One past the last position of any sequence."""
+        return max(s.end_pos for u in self.ubatches for s in u.segments)
 
     @property
     def is_step(self) -> bool:
-        """Whether it is one token of each of some sequences that have begun."""
+        """Whether it is few rows, each a segment of its own."""
         (ubatch, *others) = self.ubatches
-        is_few = not others and ubatch.n_tokens <= MAX_STEP_TOKENS
-        return is_few and all(s.n_tokens == 1 and s.first_pos > 0 for s in ubatch.segments)
+        return not others and ubatch.n_tokens <= MAX_STEP_TOKENS and len(ubatch.segments) == ubatch.n_tokens

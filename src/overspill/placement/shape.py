@@ -114,6 +114,11 @@ class ModelShape:
         assert all(t.layer is None or t.layer < self.n_layer for t in self.tensors), "use sized_tensors"
         assert self.n_expert > 0 or not any(t.role is Role.EXPERT for t in self.tensors)
 
+    @property
+    def has_states(self) -> bool:
+        """Whether some layer is recurrent."""
+        return any(self.state_bytes)
+
     def layer_bytes(self, layer: int) -> int:
         """Weights of one layer without its routed experts."""
         return self.dense_bytes[layer]
