@@ -21,7 +21,7 @@ from llvmlite import ir
 
 from overspill.kernels.numba import target
 
-target.HAS_BYTE_PRODUCTS, target.HAS_WORD_PRODUCTS = True, False
+target.HAS_BYTE_PRODUCTS, target.HAS_PAIR_PRODUCTS = True, False
 target.SOURCE_DIGEST += 1  # of what Numba caches
 
 from overspill.kernels.numba.emit import I8, I32, Emitter

@@ -10,6 +10,7 @@ from overspill.bench.shapes import SHAPES
 from overspill.bench.synth import synthetic
 from overspill.gguf.types import TensorType
 from overspill.kernels.numba import experts, has_kernel, matmul, takes_digits
+from overspill.kernels.numba.digits import DIGIT_BITS, STEP_BITS
 from overspill.kernels.numba.interleave import interleave
 from overspill.quant.dequant import dequantize
 from overspill.quant.experts import Activation
@@ -67,6 +68,10 @@ NUMBERS = {
     TensorType.Q8_0: (slice(2, 34), 0x7F),
     TensorType.Q4_1: (slice(4, 20), 0xFF),
     TensorType.Q4_K: (slice(16, 144), 0xFF),
+    TensorType.Q5_1: (slice(4, 24), 0xFF),
+    TensorType.Q5_K: (slice(16, 176), 0xFF),
+    TensorType.IQ4_NL: (slice(2, 18), 0xFF),
+    TensorType.MXFP4: (slice(1, 17), 0x77),
     TensorType.Q6_K: (slice(0, 192), 0xFF),
 }
 
@@ -75,12 +80,15 @@ NUMBERS = {
 @pytest.mark.parametrize("n_tokens", [1, 2])
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_sums_of_the_largest_numbers_fit(type: TensorType, n_tokens: int, sign: int) -> None:
-    """All weights are as large as they can be, all digits but the first -128, or 127."""
+    """All weights are as large as they can be, all digits the largest of their sign that there are together."""
     source = random_weight(type, (16, 256))
     place, byte = NUMBERS[type]
     source.data.view(-1, type.block.n_bytes)[:, place] = byte
-    digits = (-32, -128, -128) if sign < 0 else (63, 127, 127)
-    x = torch.full((n_tokens, 256), (65536 * digits[0] + 256 * digits[1] + digits[2]) / 2**21)
+    high, others = (-63, -64) if sign < 0 else (63, 63)
+    if DIGIT_BITS == 8:
+        high, others = (-32, -128) if sign < 0 else (63, 127)
+    integer = (high << 2 * DIGIT_BITS) + (others << DIGIT_BITS) + others
+    x = torch.full((n_tokens, 256), integer / 2**STEP_BITS)
     expected = x.double() @ dequantize(source).double().T
     assert (matmul(x, source) - expected).abs().max() < 1e-6 * expected.abs().max()
 

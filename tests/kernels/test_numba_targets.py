@@ -21,7 +21,7 @@ from overspill.kernels.numba import matmul, target
 from overspill.quant.dequant import dequantize
 from tests.kernels.weights import random_weight
 
-assert (target.LANES, target.HAS_WORD_PRODUCTS, target.HAS_BYTE_PRODUCTS) == ({lanes}, {has_words}, False)
+assert (target.LANES, target.HAS_PAIR_PRODUCTS, target.HAS_BYTE_PRODUCTS) == ({lanes}, {has_pairs}, False)
 for name in ("F32", "F16", "Q4_0", "Q5_0", "Q8_0", "Q2_K", "Q4_K", "Q6_K", "MXFP4", "NVFP4", "IQ1_M", "IQ3_S"):
     weight = random_weight(TensorType[name], (21, 768))
     x = torch.randn(24, 768)
@@ -41,12 +41,12 @@ def test_kernels_are_right_when_compiled_for(cpu: str, features: str) -> None:
     missing = {name[1:] for name in features.split(",") if name} - _host_features()
     if missing:
         pytest.skip(f"this CPU cannot run {cpu} code: it lacks {missing}")
-    own = target.LANES, target.HAS_WORD_PRODUCTS, target.HAS_BYTE_PRODUCTS
+    own = target.LANES, target.HAS_PAIR_PRODUCTS, target.HAS_BYTE_PRODUCTS
     wanted = (16 if features == AVX512 else 8, features == AVX2, False)
     if own == wanted and features:
         pytest.skip(f"this CPU's own kernels are those of {cpu}, and tested as such")
     env = os.environ | {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": features}
-    script = SCRIPT.format(lanes=wanted[0], has_words=wanted[1])
+    script = SCRIPT.format(lanes=wanted[0], has_pairs=wanted[1])
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=600)
     assert done.stdout.endswith("good\n"), done.stdout + done.stderr
 

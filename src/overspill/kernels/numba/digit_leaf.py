@@ -1,13 +1,13 @@
 """The compiled inner loops of the integer path: weights as integers times activations as digits (see `products`).
 
-unpack  turns sixteen rows of a type into operands, steps and offsets, transposed so that a lane is a row.
+unpack  turns sixteen rows of a type into quads, steps and offsets, transposed so that a lane is a row.
 tile    multiplies them with a few tokens at once; the sums are exact integers.
 dot     does both for one token, with nothing stored in between.
 
 The sums of a group become float32, times the steps of both sides, and are added group after group: one order for any
 number of tokens or rows. Types for which the CPU lacks the instructions are done by `leaf` in float32.
 
-An unpacked group: its operands, then a step and an offset per row for all 32 values, or for each 16.
+An unpacked group: its quads, then a step and an offset per row for all 32 values, or for each 16.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from overspill.kernels.numba.emit import I8, I16, I64, Emitter, LateVec, const
 from overspill.kernels.numba.jit import intrinsic
 from overspill.kernels.numba.lanes import N_LANES, Layout, PanelLanes, RowLanes
 from overspill.kernels.numba.native import c_function
-from overspill.kernels.numba.products import N_OPERANDS, integer_products, operands
+from overspill.kernels.numba.products import integer_products
 from overspill.kernels.numba.target import SOURCE_DIGEST
 from overspill.kernels.numba.unpack import UNPACKERS
 
@@ -38,7 +38,7 @@ _N_QUADS = 8  # of four bytes, in a group
 
 def group_bytes(n_steps: int) -> int:
     """Bytes of a group of sixteen rows, unpacked."""
-    return _VECTOR_BYTES * (N_OPERANDS + 2 * n_steps)
+    return _VECTOR_BYTES * (_N_QUADS + 2 * n_steps)
 
 
 @cache
@@ -53,12 +53,12 @@ def unpack_address(type: TensorType, layout: Layout) -> int:
 
 
 @cache
-def digit_tile_address(n_tokens: int, n_steps: int) -> int:
+def digit_tile_address(n_tokens: int, n_steps: int, largest: int) -> int:
     """C function (unpacked, n_groups, x_pointers, x_offset, sums), see `_emit_tile`."""
     digest = SOURCE_DIGEST
 
     def digit_tile(unpacked, n_groups, xs, x_offset, sums):
-        _tile(n_tokens, n_steps, digest, (unpacked, n_groups, xs, x_offset, sums))
+        _tile(n_tokens, n_steps, largest, digest, (unpacked, n_groups, xs, x_offset, sums))
 
     return c_function(digit_tile, N_DIGIT_TILE_ARGS)
 
@@ -95,13 +95,13 @@ def _unpack(typing_context, type_id, layout_id, digest, arguments):
 
 
 @intrinsic(prefer_literal=True)
-def _tile(typing_context, n_tokens, n_steps, digest, arguments):
+def _tile(typing_context, n_tokens, n_steps, largest, digest, arguments):
     def codegen(context, builder, signature, args):
-        unpacked = cgutils.unpack_tuple(builder, args[3])
-        _emit_tile(Emitter(builder), n_tokens.literal_value, n_steps.literal_value, *unpacked)
+        kind = n_tokens.literal_value, n_steps.literal_value, largest.literal_value
+        _emit_tile(Emitter(builder), *kind, *cgutils.unpack_tuple(builder, args[4]))
         return context.get_dummy_value()
 
-    return types.void(n_tokens, n_steps, digest, arguments), codegen
+    return types.void(n_tokens, n_steps, largest, digest, arguments), codegen
 
 
 def _emit_unpack(e, type, layout, rows, row_bytes, n_rows, first_unit, n_units, ahead, out):
@@ -113,7 +113,7 @@ def _emit_unpack(e, type, layout, rows, row_bytes, n_rows, first_unit, n_units, 
         for i_group, group in enumerate(unpacker.run(lanes)):
             _ask_for(e, ahead_of, i_group, unpacker.n_groups)
             at = i_group * group_bytes(unpacker.n_steps)
-            for i, vec in enumerate((*operands(e, group.quants), *group.steps, *group.offsets)):
+            for i, vec in enumerate((*group.quants, *group.steps, *group.offsets)):
                 e.store(vec, target, at + _VECTOR_BYTES * i, _VECTOR_BYTES)
 
 
@@ -126,9 +126,9 @@ def _emit_dot(e, type, layout, rows, row_bytes, n_rows, first_unit, n_units, ahe
         for i_group, group in enumerate(unpacker.run(lanes)):
             _ask_for(e, ahead_of, i_group, unpacker.n_groups)
             n_quads = _N_QUADS // len(group.steps)
-            parts = [operands(e, group.quants[n_quads * i :][:n_quads]) for i in range(len(group.steps))]
+            parts = [group.quants[n_quads * i :][:n_quads] for i in range(len(group.steps))]
             x_group = e.at(digits, GROUP_BYTES * i_group)
-            (total,) = _add_group(e, parts, group.steps, group.offsets, [x_group], [total])
+            (total,) = _add_group(e, parts, unpacker.largest, group.steps, group.offsets, [x_group], [total])
         e.store(total, sums, 0, _VECTOR_BYTES)
 
 
@@ -196,7 +196,7 @@ def _sixteen_rows(e, rows, row_bytes, n_rows, n_bytes):
     return b.load(start), b.load(stride)
 
 
-def _emit_tile(e, n_tokens, n_steps, unpacked, n_groups, xs, x_offset, sums):
+def _emit_tile(e, n_tokens, n_steps, largest, unpacked, n_groups, xs, x_offset, sums):
     """Add the products of sixteen unpacked rows and some groups of `n_tokens` tokens to `sums`, `[n_tokens, 16]`."""
     b = e.builder
     unpacked, sums = e.pointer(unpacked), e.pointer(sums)
@@ -205,28 +205,28 @@ def _emit_tile(e, n_tokens, n_steps, unpacked, n_groups, xs, x_offset, sums):
         parts, steps, offsets = _stored_group(e, e.at(unpacked, e.offset(groups.index, group_bytes(n_steps))), n_steps)
         digits = [e.at(token, e.offset(groups.index, GROUP_BYTES)) for token in tokens]
         totals = [e.floats(sums, _VECTOR_BYTES * i, _VECTOR_BYTES, N_LANES) for i in range(n_tokens)]
-        for i, total in enumerate(_add_group(e, parts, steps, offsets, digits, totals)):
+        for i, total in enumerate(_add_group(e, parts, largest, steps, offsets, digits, totals)):
             e.store(total, sums, _VECTOR_BYTES * i, _VECTOR_BYTES)
 
 
 def _stored_group(e, pointer, n_steps):
-    """The operands that share a step, for each step; steps; offsets."""
-    late = [_late_operand(e, pointer, _VECTOR_BYTES * i) for i in range(N_OPERANDS)]
-    floats = [e.floats(pointer, _VECTOR_BYTES * (N_OPERANDS + i), _VECTOR_BYTES, N_LANES) for i in range(2 * n_steps)]
-    n_each = N_OPERANDS // n_steps
+    """The quads that share a step, for each step; steps; offsets."""
+    late = [_late_quad(e, pointer, _VECTOR_BYTES * i) for i in range(_N_QUADS)]
+    floats = [e.floats(pointer, _VECTOR_BYTES * (_N_QUADS + i), _VECTOR_BYTES, N_LANES) for i in range(2 * n_steps)]
+    n_each = _N_QUADS // n_steps
     return [late[n_each * i :][:n_each] for i in range(n_steps)], floats[:n_steps], floats[n_steps:]
 
 
-def _late_operand(e, pointer, offset):
+def _late_quad(e, pointer, offset):
     return LateVec(e.builder, lambda: e.load(pointer, offset, ir.VectorType(I16, 2 * N_LANES)))
 
 
-def _add_group(e, parts, steps, offsets, digits, totals):
-    """Totals of some tokens, and the products of a group with their digits. parts: operands, for each step."""
+def _add_group(e, parts, largest, steps, offsets, digits, totals):
+    """Totals of some tokens, and the products of a group with their digits. parts: quads, for each step."""
     n_steps = len(steps)
     for i_step, (part, step, offset) in enumerate(zip(parts, steps, offsets, strict=True)):
         sum_at = SUM_AT if n_steps == 1 else HALF_SUMS_AT + 4 * i_step
-        products = integer_products(e, part, [e.at(x, 4 * (N_OPERANDS // n_steps) * i_step) for x in digits])
+        products = integer_products(e, part, [e.at(x, 4 * (_N_QUADS // n_steps) * i_step) for x in digits], largest)
         totals = [e.fma(offset, e.splat_float(x, sum_at, N_LANES), t) for x, t in zip(digits, totals, strict=True)]
         totals = [
             e.fma(product, step * e.splat_float(x, STEP_AT, N_LANES), t)

@@ -1,12 +1,14 @@
 """Activations as integers: 32 of them share a power of two, each is a few digits, as `products` multiplies them.
 
-x = step * integer, step = 2^(exponent of the largest - 21): an error of at most 2^-22 of the largest, a hundredth of
-what the kernels are held to. Products of digits with the integers of weights are integers, so their sums are exact,
-whatever the order of the additions; and a step that is a power of two rounds nothing.
+x = step * integer, step = 2^(exponent of the largest - 19): an error of at most 2^-20 of the largest, a tenth of what
+the kernels are held to, and a quarter of that where digits have 8 bits. Products of digits with the integers of weights
+are integers, so their sums are exact, whatever the order of the additions; and a step that is a power of two rounds
+nothing.
 
-integer = 65536 high + 256 middle + low, signed bytes; or 256 upper + low, words. A group is GROUP_BYTES long: all
-digits of one kind after the other, then as float32 the step and the sums of all 32, of the first 16 and of the last 16
-activations, as far as the digits have them. A group with a NaN or an infinity has step NaN.
+integer = 2^14 high + 2^7 middle + low, signed bytes of -64 to 64, so that sums fit in 16 bits; or 2^16 high + 2^8
+middle + low, whole bytes. A group is GROUP_BYTES long: all digits of one kind after the other, then as float32 the step
+and the sums of all 32, of the first 16 and of the last 16 activations, as far as the digits have them. A group with a
+NaN or an infinity has step NaN.
 """
 
 from __future__ import annotations
@@ -14,18 +16,19 @@ from __future__ import annotations
 from llvmlite import ir
 from numba import types
 
-from overspill.kernels.numba.emit import F32, I8, I16, I32, Emitter, Vec, const, const_vec
+from overspill.kernels.numba.emit import F32, I8, I32, Emitter, Vec, const, const_vec
 from overspill.kernels.numba.jit import inner, intrinsic
 from overspill.kernels.numba.target import HAS_BYTE_PRODUCTS
 
 GROUP_ELEMENTS = 32
-N_DIGITS, PLANE_BYTES = (3, 32) if HAS_BYTE_PRODUCTS else (2, 64)
+N_DIGITS, PLANE_BYTES = 3, 32
+DIGIT_BITS, STEP_BITS = (8, 21) if HAS_BYTE_PRODUCTS else (7, 19)
 STEP_AT = N_DIGITS * PLANE_BYTES
 SUM_AT, HALF_SUMS_AT, GROUP_BYTES = STEP_AT + 4, STEP_AT + 8, STEP_AT + 16
 _HALF = 16
 # Adding 1.5 * 2^23 rounds to an integer of up to 23 bits, which then is what the bits are more than those of the term.
 _ROUND, _ROUND_BITS = 12582912.0, 0x4B400000
-_SMALLEST_EXPONENT, _DIGIT_BITS = 40, 21
+_SMALLEST_EXPONENT = 40
 _NAN_BITS = 0x7FC00000
 _N64 = types.int64
 
@@ -58,14 +61,14 @@ def _emit_group(e: Emitter, x: ir.Value, out: ir.Value) -> None:
     is_finite = b.icmp_unsigned("<", exponent, const(255, I32))
     at_least = b.icmp_unsigned(">", exponent, const(_SMALLEST_EXPONENT, I32))
     exponent = b.select(at_least, exponent, const(_SMALLEST_EXPONENT, I32))
-    step_bits = b.shl(b.sub(exponent, const(_DIGIT_BITS, I32)), const(23, I32))
+    step_bits = b.shl(b.sub(exponent, const(STEP_BITS, I32)), const(23, I32))
     step = e.splat(b.bitcast(b.select(is_finite, step_bits, const(_NAN_BITS, I32)), F32), 4)
-    inverse_bits = b.shl(b.sub(const(254 + _DIGIT_BITS, I32), exponent), const(23, I32))
+    inverse_bits = b.shl(b.sub(const(254 + STEP_BITS, I32), exponent), const(23, I32))
     inverse = e.splat(b.bitcast(inverse_bits, F32), _HALF)
     sums = []
     for i, values in enumerate(halves):
         rounded = _as_int(e, values * inverse + _ROUND) - _ROUND_BITS
-        _store_integers(e, rounded, target, i)
+        _store_digits(e, rounded, target, i)
         sums.append(b.call(e.intrinsic("llvm.vector.reduce.add.v16i32", I32, [rounded.value.type]), [rounded.value]))
     numbers = e.vec(ir.Constant(ir.VectorType(I32, 4), [1, 0, 0, 0]))
     for lane, total in enumerate((b.add(*sums), *sums), 1):
@@ -82,23 +85,12 @@ def _exponent(e: Emitter, halves: list[Vec]) -> ir.Value:
     return b.lshr(top, const(23, I32))
 
 
-def _store_bytes(e: Emitter, integers: Vec, group: ir.Value, i_half: int) -> None:
-    carried = _shift_signed(e, integers + 128, 8)
-    for plane, digit in enumerate((_shift_signed(e, carried + 128, 8), carried, integers)):
-        low_bytes = e.vec(e.builder.trunc(digit.value, ir.VectorType(I8, _HALF)))
+def _store_digits(e: Emitter, integers: Vec, group: ir.Value, i_half: int) -> None:
+    for plane in reversed(range(N_DIGITS)):
+        low = _shift_signed(e, integers << 32 - DIGIT_BITS, 32 - DIGIT_BITS) if plane else integers
+        low_bytes = e.vec(e.builder.trunc(low.value, ir.VectorType(I8, _HALF)))
         e.store(low_bytes, group, PLANE_BYTES * plane + _HALF * i_half, 1)
-
-
-def _store_words(e: Emitter, integers: Vec, group: ir.Value, i_half: int) -> None:
-    """Of each four the first and third, then the others: as `products.words` has weights."""
-    upper = _shift_signed(e, integers + 128, 8)
-    for plane, digit in enumerate((upper, integers - (upper << 8))):
-        words = e.vec(e.builder.trunc(digit.value, ir.VectorType(I16, _HALF)))
-        words = e.shuffle(words, words, [4 * i + j for i in range(_HALF // 4) for j in (0, 2, 1, 3)])
-        e.store(words, group, PLANE_BYTES * plane + 2 * _HALF * i_half, 1)
-
-
-_store_integers = _store_bytes if HAS_BYTE_PRODUCTS else _store_words
+        integers = _shift_signed(e, integers - low, DIGIT_BITS)
 
 
 def _as_int(e: Emitter, vec: Vec) -> Vec:

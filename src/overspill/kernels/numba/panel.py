@@ -44,7 +44,7 @@ from overspill.kernels.numba.target import (
     DOT_ROWS,
     DOT_TOKENS,
     HAS_BYTE_PRODUCTS,
-    HAS_WORD_PRODUCTS,
+    HAS_PAIR_PRODUCTS,
     LANES,
     MAX_DOT_TOKENS,
     SOURCE_DIGEST,
@@ -153,7 +153,7 @@ def describe(weight: QTensor) -> Rows:
 
 def takes_digits(type: TensorType) -> bool:
     """Whether products with weights of this type want their inputs as digits."""
-    return type in UNPACKERS and (HAS_BYTE_PRODUCTS or (HAS_WORD_PRODUCTS and type != TensorType.Q8_0))
+    return type in UNPACKERS and (HAS_BYTE_PRODUCTS or (HAS_PAIR_PRODUCTS and type != TensorType.Q8_0))
 
 
 @cache
@@ -163,8 +163,8 @@ def _describe_row(type: TensorType, layout: Layout, n_elements: int) -> tuple[in
     tail_bytes = n_left * decoder.n_bytes // decoder.n_elements
     row = (type.row_bytes(n_elements), n_units, decoder.n_elements, tail_bytes)
     if takes_digits(type):
-        n_steps, none = UNPACKERS[type].n_steps, (0,) * (len(DOT_TOKENS) + 1 + TILE_TOKENS)
-        tiles = (digit_tile_address(n, n_steps) for n in DIGIT_TOKENS)
+        unpacker, none = UNPACKERS[type], (0,) * (len(DOT_TOKENS) + 1 + TILE_TOKENS)
+        tiles = (digit_tile_address(n, unpacker.n_steps, unpacker.largest) for n in DIGIT_TOKENS)
         return (*row, *none, unpack_address(type, layout), *tiles, digit_dot_address(type, layout))
     assert layout == Layout.ROWS, "only products of integers read panels"
     dots = (dot_address(type, n) for n in DOT_TOKENS)

@@ -34,9 +34,9 @@ HAS_AVX512 = "avx512f" in FEATURES
 HAS_AVX2 = "avx2" in FEATURES
 # Products of bytes, four to a lane and instruction (VNNI): types of weights that are bytes with a step go this way.
 HAS_BYTE_PRODUCTS = {"avx512vnni", "avx512bw", "avx512vl"} <= FEATURES
-# Products of words, two to a lane and instruction: the same types go this way, but for Q8_0, which is bound by memory
-# with one token and a tenth faster in float32 with many.
-HAS_WORD_PRODUCTS = {"avx2", "f16c"} <= FEATURES and not HAS_AVX512
+# Products of bytes in pairs, a few of which can be added up in 16 bits: the same types go this way, but for Q8_0, whose
+# sums do not fit: with one token it would be a fifth faster so, with many a third slower than in float32.
+HAS_PAIR_PRODUCTS = {"avx2", "f16c"} <= FEATURES and not HAS_AVX512
 # float32 lanes of a vector: one AVX-512 register, one AVX2 register, two NEON or SSE registers.
 LANES = 16 if HAS_AVX512 else 8
 # Register tiles: 8 x 3 of 32 registers, or 4 x 3 of 16, hold the sums; the rest holds the operands.

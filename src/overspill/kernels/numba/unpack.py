@@ -22,8 +22,7 @@ _LOW, _HIGH, _TWO_BITS, _ONE_BIT, _SIGN = 0x0F0F, -0x0F10, 0x0303, 0x0101, -0x7F
 
 
 class Group(NamedTuple):
-    """32 values of every row: 8 vectors of bytes, in pairs (as 16-bit integers, whose shifts LLVM can join with those
-    that take the bytes apart); one step and offset, or two for the halves."""
+    """32 values of every row: 8 vectors of bytes (as 16-bit integers); one step and offset, or two for the halves."""
 
     quants: Sequence[Vec]
     steps: Sequence[Vec]
@@ -32,11 +31,12 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True)
 class Unpacker:
-    """How to read one unit of `n_elements` values in `n_bytes`; n_steps: of a group."""
+    """How to read one unit of `n_elements` values in `n_bytes`. largest: a byte may be; n_steps: of a group."""
 
     n_elements: int
     n_bytes: int
     run: Callable[[Lanes], Iterator[Group]]
+    largest: int
     n_steps: int = 1
 
     @property
@@ -215,17 +215,17 @@ def _iq4_xs(rows: Lanes) -> Iterator[Group]:
 
 _T = TensorType
 UNPACKERS: dict[TensorType, Unpacker] = {
-    _T.Q8_0: Unpacker(32, 34, _q8_0),
-    _T.Q4_0: Unpacker(32, 18, _q4_0),
-    _T.Q4_1: Unpacker(32, 20, _q4_1),
-    _T.Q5_0: Unpacker(32, 22, _q5_0),
-    _T.Q5_1: Unpacker(32, 24, _q5_1),
-    _T.IQ4_NL: Unpacker(32, 18, _iq4_nl),
-    _T.MXFP4: Unpacker(32, 17, _mxfp4),
-    _T.Q2_K: Unpacker(256, 84, _q2_k, 2),
-    _T.Q3_K: Unpacker(256, 110, _q3_k, 2),
-    _T.Q4_K: Unpacker(256, 144, _q4_k),
-    _T.Q5_K: Unpacker(256, 176, _q5_k),
-    _T.Q6_K: Unpacker(256, 210, _q6_k, 2),
-    _T.IQ4_XS: Unpacker(256, 136, _iq4_xs),
+    _T.Q8_0: Unpacker(32, 34, _q8_0, 255),
+    _T.Q4_0: Unpacker(32, 18, _q4_0, 15),
+    _T.Q4_1: Unpacker(32, 20, _q4_1, 15),
+    _T.Q5_0: Unpacker(32, 22, _q5_0, 31),
+    _T.Q5_1: Unpacker(32, 24, _q5_1, 31),
+    _T.IQ4_NL: Unpacker(32, 18, _iq4_nl, 241),
+    _T.MXFP4: Unpacker(32, 17, _mxfp4, 24),
+    _T.Q2_K: Unpacker(256, 84, _q2_k, 3, 2),
+    _T.Q3_K: Unpacker(256, 110, _q3_k, 7, 2),
+    _T.Q4_K: Unpacker(256, 144, _q4_k, 15),
+    _T.Q5_K: Unpacker(256, 176, _q5_k, 31),
+    _T.Q6_K: Unpacker(256, 210, _q6_k, 63, 2),
+    _T.IQ4_XS: Unpacker(256, 136, _iq4_xs, 241),
 }
