@@ -42,12 +42,13 @@ from overspill.options import MIB, Options, options_from
 from overspill.pipeline.cache_pace import CachePace
 from overspill.pipeline.choose import choose
 from overspill.pipeline.expert_cache import ExpertCaches
+from overspill.pipeline.host_steps import HostSteps
 from overspill.pipeline.memory import Memory, Sizes
 from overspill.pipeline.reading import LoadMode
 from overspill.pipeline.recorded import Recorded
 from overspill.pipeline.residence import read_ahead
 from overspill.pipeline.rows import ShortPrompts
-from overspill.pipeline.runner import Runner
+from overspill.pipeline.runner import Runner, Steps
 from overspill.pipeline.spread_tally import SpreadTally
 from overspill.pipeline.step_work import StepWork
 from overspill.pipeline.steps import StepRunner
@@ -148,12 +149,13 @@ class LLM:
                 self.plan = with_rates(self.plan, self.devices, ops_of, rooms, *experts)
             parts = (loaded.model, layout, memory, loaded.host_experts, cpu.OPS, loaded.rings)
             tables = [ops_of(device) for device in self.devices.all]
-            steps = None
+            recorded = Recorded(self.sizes.n_ubatches) if self.plan.schedule.is_recorded else None
+            work = Work(*parts, tables=tables, recorded=recorded)
+            steps: Steps | None = HostSteps(self.devices, work) if HostSteps.serves(layout) else None
             if self.plan.takes_steps and StepRunner.serves(self.devices, layout, self.hparams, tables):
                 step_work = StepWork(*parts, tables=tables)
                 pace = CachePace(self.plan.uncached)
                 steps = StepRunner(self.devices, layout, memory, step_work, tables, self.n_threads, pace)
-            recorded = Recorded(self.sizes.n_ubatches) if self.plan.schedule.is_recorded else None
             has_tally = n_spread and loaded.host_experts
             self._tally = SpreadTally(self.devices, memory, layout, loaded.host_experts) if has_tally else None
             has_cache = bool(self.plan.cache_bytes)
@@ -162,7 +164,7 @@ class LLM:
                 self.devices,
                 layout,
                 memory,
-                Work(*parts, tables=tables, recorded=recorded),
+                work,
                 max_in_flight=self.plan.max_in_flight,
                 waits_on_host=self.options.force_xdev_sync,
                 steps=steps,

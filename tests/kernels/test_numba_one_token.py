@@ -49,7 +49,7 @@ def one_by_one(w: AttentionWeights, x, keys, values, position, angles) -> torch.
 
 
 def attention(w: AttentionWeights) -> TokenLayers:
-    layers = cpu.token_layers([TokenLayer(w)])
+    layers = cpu.token_layers([TokenLayer(w)], None)
     assert layers is not None
     return layers
 
@@ -163,7 +163,7 @@ def test_layers_of_one_token_have_the_bits_of_their_ops(n_threads: int) -> None:
     all_weights = [weights(), weights(window=5, gains=(None, None)), weights(sinks=torch.linspace(-1, 1, H))]
     experts = [routed(1), routed(5, n_experts=9), None]
     layers = cpu.token_layers(
-        [TokenLayer(w, e, i % 2) for i, (w, e) in enumerate(zip(all_weights, experts, strict=True))]
+        [TokenLayer(w, e, i % 2) for i, (w, e) in enumerate(zip(all_weights, experts, strict=True))], None
     )
     assert layers is not None
     use_threads(n_threads)
@@ -211,8 +211,8 @@ def test_router_of_one_token_has_the_bits_of_its_ops(gating: int, has_bias: bool
 
 def test_tokens_that_are_no_whole_units_go_another_way() -> None:
     w = weights(gain=torch.rand(40), q=random_weight(TensorType.F32, (H * A, 40)))
-    assert cpu.token_layers([TokenLayer(w)]) is None
-    assert cpu.token_layers([TokenLayer(weights()), TokenLayer(w)]) is None
+    assert cpu.token_layers([TokenLayer(w)], None) is None
+    assert cpu.token_layers([TokenLayer(weights()), TokenLayer(w)], None) is None
 
 
 def test_cells_that_do_not_fit_are_refused() -> None:
@@ -234,7 +234,7 @@ def test_a_token_without_a_cell_is_refused(slot: int, position: int) -> None:
 
 def test_experts_of_another_router_are_refused() -> None:
     mixed = routed(1)._replace(router=routed(1, n_experts=6).router)
-    layers = cpu.token_layers([TokenLayer(weights(), mixed)])
+    layers = cpu.token_layers([TokenLayer(weights(), mixed)], None)
     assert layers is not None
     x, keys, values, angles = inputs(1)
     with pytest.raises(ValueError, match="not those of a router"):

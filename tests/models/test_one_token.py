@@ -10,7 +10,7 @@ import torch
 
 from overspill.cache.cells import CellType, Segment
 from overspill.cache.kv import KvCache
-from overspill.kernels import Ops, TokenLayer, TokenLayers, cpu
+from overspill.kernels import Ops, TokenEnds, TokenLayer, TokenLayers, cpu
 from overspill.models.base import Model, UbatchView, forward_layer
 from tests.helpers.plain import new_caches, plain_model
 from tests.models.fixtures import MODELS, Case
@@ -43,6 +43,18 @@ def test_layers_together_have_the_bits_of_layers_one_by_one(case: Case, cells: C
         assert torch.equal(model.layers(0, embedded(model, i), ours, view(i)), one_by_one(model, i, theirs))
 
 
+@pytest.mark.parametrize("case", MODELS, ids=str)
+def test_a_token_in_one_call_has_the_logits_of_layers_one_by_one(case: Case) -> None:
+    model = plain_model(case.source, cpu.OPS)
+    ours, theirs = (new_caches(model, len(IDS)) for _ in range(2))
+    for i, token in enumerate(IDS):
+        found = model.token_logits(token, Segment(0, i, 1), ours)
+        if found is None:
+            assert case.name not in ("qwen3moe", "mixtral", "olmoe")
+            return
+        assert torch.equal(found, model.output(one_by_one(model, i, theirs)))
+
+
 class Spy:
     """Counts calls by how many layers they are of."""
 
@@ -50,8 +62,8 @@ class Spy:
         self.calls: list[int] = []
         self.ops: Ops = replace(cpu.OPS, token_layers=self.make)
 
-    def make(self, layers: Sequence[TokenLayer]) -> TokenLayers | None:
-        call = cpu.token_layers(layers)
+    def make(self, layers: Sequence[TokenLayer], ends: TokenEnds | None) -> TokenLayers | None:
+        call = cpu.token_layers(layers, ends)
         assert call is not None
 
         def counted(*args: object) -> torch.Tensor:
@@ -72,6 +84,17 @@ def test_layers_that_follow_each_other_are_one_call() -> None:
     model.layers(0, embedded(model, 0), caches, view(0))
     model.layers(1, embedded(model, 0), caches[1:], view(0))
     assert spy.calls == [n_layer, n_layer - 1]
+
+
+def test_a_model_is_one_call_unless_its_head_was_replaced() -> None:
+    spy = Spy()
+    model = plain_model(plain_case().source, spy.ops)
+    caches = new_caches(model, len(IDS))
+    assert model.token_logits(3, Segment(0, 0, 1), caches) is not None
+    assert spy.calls == [model.hparams.n_layer]
+    other = plain_model(plain_case().source, spy.ops)
+    other.output = lambda x: x
+    assert other.token_logits(3, Segment(0, 0, 1), caches) is None
 
 
 def test_a_part_that_was_replaced_is_asked() -> None:

@@ -227,16 +227,26 @@ class TokenLayer(NamedTuple):
     i_angles: int = 0
 
 
+class TokenEnds(NamedTuple):
+    """What is before and after all layers: the embedding of tokens `[V, D]`; a norm and the matrix of logits."""
+
+    embedding: QTensor
+    gain: torch.Tensor
+    eps: float
+    output: QTensor
+
+
 class TokenLayers(Protocol):
     """Layers that follow each other, for one token: x `[1, D]` -> `[1, D]`. Bit-equal to the ops one by one.
 
+    All layers between their ends: x is the id of a token, and its logits `[1, V]` are returned.
     cells: of each layer, keys `[S, G, C, A]` and values `[S, G, C, B]`: of sequence `slot` the token's own is
     `position`, modulo C. angles: as for `PrepareHeads`.
     """
 
     def __call__(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | int,
         cells: Sequence[tuple[torch.Tensor, torch.Tensor]],
         slot: int,
         position: int,
@@ -327,7 +337,7 @@ class Ops:
     attend_steps: AttendSteps | None = None
     delta_steps: DeltaSteps | None = None
     mail: Mail | None = None
-    token_layers: Callable[[Sequence[TokenLayer]], TokenLayers | None] | None = None
+    token_layers: Callable[[Sequence[TokenLayer], TokenEnds | None], TokenLayers | None] | None = None
     token_router: Callable[[RouterWeights], TokenRouter | None] | None = None
     token_experts: Callable[[ExpertWeights, Activation], TokenExperts | None] | None = None
     scratch: Callable[[], Sequence[torch.Tensor]] = list

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from overspill.gguf.types import TensorType
-from overspill.kernels import Ops, RouterWeights, TokenExperts, TokenLayer, TokenLayers, TokenRouter, ref
+from overspill.kernels import Ops, RouterWeights, TokenEnds, TokenExperts, TokenLayer, TokenLayers, TokenRouter, ref
 from overspill.kernels import numba as fast
 from overspill.kernels.expert_cache import fill, look_up, place
 from overspill.kernels.spread import divide, fetch
@@ -160,9 +160,10 @@ def _mask(n_queries: int, n_cells: int, window: int | None) -> torch.Tensor:
     return torch.zeros(n_queries, n_cells).masked_fill_(hidden, float("-inf"))
 
 
-def token_layers(layers: Sequence[TokenLayer]) -> TokenLayers | None:
+def token_layers(layers: Sequence[TokenLayer], ends: TokenEnds | None) -> TokenLayers | None:
     """`kernels.TokenLayers`."""
-    return fast.TokenLayers(layers) if all(map(_has_kernels, layers)) else None
+    is_served = ends is None or (_has_kernel(ends.embedding.type) and _has_kernel(ends.output.type))
+    return fast.TokenLayers(layers, ends) if is_served and all(map(_has_kernels, layers)) else None
 
 
 def _has_kernels(layer: TokenLayer) -> bool:

@@ -11,12 +11,14 @@ from itertools import groupby
 
 import torch
 
+from overspill.cache.cells import Segment
 from overspill.cache.kv import KvCache
 from overspill.kernels import (
     AttentionWeights,
     Ops,
     RoutedWeights,
     RouterWeights,
+    TokenEnds,
     TokenExperts,
     TokenLayer,
     TokenLayers,
@@ -38,7 +40,7 @@ class PlainParts:
 
 
 class Together:
-    """Layers, or the attention of one, in one call."""
+    """Layers, or the attention of one, or all layers between their ends, in one call."""
 
     def __init__(self, call: TokenLayers, ropes: Sequence[Rope]) -> None:
         self._call = call
@@ -48,11 +50,12 @@ class Together:
         """Whether the cells are of the type that the calls take."""
         return all(cache.k.dtype == torch.float32 for cache in caches)
 
-    def __call__(self, x: torch.Tensor, caches: Sequence[KvCache], view: UbatchView) -> torch.Tensor:
-        """`[1, D]` -> `[1, D]`."""
-        (segment,) = view.segments
+    def __call__(self, x: torch.Tensor | int, caches: Sequence[KvCache], segment: Segment) -> torch.Tensor:
+        """`[1, D]` -> `[1, D]`, or a token -> `[1, V]`."""
         cells = [(cache.k, cache.v) for cache in caches]
-        return self._call(x, cells, segment.slot, segment.first_pos, [view.angles(rope) for rope in self._ropes])
+        return self._call(
+            x, cells, segment.slot, segment.first_pos, [rope.angles_at(segment.first_pos) for rope in self._ropes]
+        )
 
 
 class OneToken:
@@ -74,11 +77,13 @@ class OneToken:
         self._routers = [_router(layer) for layer in layers]
         self._runs: dict[tuple[int, int], list[tuple[range, Together | None]]] = {}
         self._experts: dict[int, tuple[ExpertWeights, TokenExperts | None]] = {}
+        self._whole: Together | None = None
+        self._is_whole_known = False
 
     def attend(self, i_layer: int, x: torch.Tensor, cache: KvCache, view: UbatchView) -> torch.Tensor | None:
         """The attention of a layer; None where it is no one call."""
         together = self._attentions[i_layer]
-        return together(x, (cache,), view) if together is not None and together.suits((cache,)) else None
+        return together(x, (cache,), view.segments[0]) if together is not None and together.suits((cache,)) else None
 
     def router(self, i_layer: int) -> TokenRouter | None:
         """The router of a layer."""
@@ -104,6 +109,15 @@ class OneToken:
             self._runs[first, last] = runs
         return self._runs[first, last]
 
+    def whole(self, ends_of: Callable[[], TokenEnds | None]) -> Together | None:
+        """All layers between their ends, asked for once; None where they are no one call."""
+        if not self._is_whole_known:
+            runs, ends = self.runs(0, len(self._layers)), ends_of()
+            if len(runs) == 1 and runs[0][1] is not None and ends is not None:
+                self._whole = self._together({i: self._routed(i) for i in range(len(self._layers))}, ends)
+            self._is_whole_known = True
+        return self._whole
+
     def _routed(self, i_layer: int) -> RoutedWeights | None:
         router, weights = self._layers[i_layer].router, self._all_experts(i_layer)
         return None if router is None or weights is None else RoutedWeights(router, weights, self._activation)
@@ -111,7 +125,7 @@ class OneToken:
     def _is_one_call(self, i_layer: int, experts: RoutedWeights | None) -> bool:
         return experts is not None and self._together({i_layer: experts}) is not None
 
-    def _together(self, experts: Mapping[int, RoutedWeights | None]) -> Together | None:
+    def _together(self, experts: Mapping[int, RoutedWeights | None], ends: TokenEnds | None = None) -> Together | None:
         """Layers, on one device, with these experts; those without: the attention alone."""
         ropes: dict[str, Rope] = {}
         layers = []
@@ -122,7 +136,7 @@ class OneToken:
             ropes.setdefault(rope.name, rope)
             layers.append(TokenLayer(attention, routed, list(ropes).index(rope.name)))
         make = self._layers[next(iter(experts))].ops.token_layers
-        call = None if make is None else make(layers)
+        call = None if make is None else make(layers, ends)
         return None if call is None else Together(call, list(ropes.values()))
 
 

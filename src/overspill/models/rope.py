@@ -29,11 +29,16 @@ def _yarn_dim(rope: RopeParams, n_turns: float) -> float:
     return rope.n_rot * math.log(rope.n_ctx_orig / (n_turns * 2 * math.pi)) / (2 * math.log(rope.base))
 
 
+_TABLE_POSITIONS = 64
+
+
 class Rope:
     """cos and sin for positions, on one device; `factors [n_rot / 2]` divides the frequencies (Llama 3).
 
     name: equal for the ropes of a device and model that turn alike; text, whose hash is computed once.
     """
+
+    _table: tuple[int, torch.Tensor, torch.Tensor] | None = None
 
     def __init__(self, params: RopeParams, factors: torch.Tensor | None, device: torch.device) -> None:
         self.name = f"{params} {factors is None}"
@@ -45,3 +50,13 @@ class Rope:
         """cos and sin `[T, n_rot / 2]` for integer positions `[T]`."""
         theta = positions.float()[:, None] * self._frequencies
         return theta.cos() * self._magnitude, theta.sin() * self._magnitude
+
+    def angles_at(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same for one position, `[1, n_rot / 2]`: computed for those that follow as well, which are next."""
+        first = position // _TABLE_POSITIONS * _TABLE_POSITIONS
+        if self._table is None or self._table[0] != first:
+            positions = torch.arange(first, first + _TABLE_POSITIONS, device=self._frequencies.device)
+            self._table = first, *self.angles(positions)
+        _, cos, sin = self._table
+        row = slice(position - first, position - first + 1)
+        return cos[row], sin[row]

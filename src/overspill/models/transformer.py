@@ -16,7 +16,7 @@ import torch
 from overspill.cache.cells import Segment
 from overspill.cache.kv import KvCache
 from overspill.gguf.types import TensorType
-from overspill.kernels import AttentionWeights, Ops, RouterWeights, Steps
+from overspill.kernels import AttentionWeights, Ops, RouterWeights, Steps, TokenEnds
 from overspill.models.base import Block, HParams, Routing, UbatchView, forward_layer
 from overspill.models.layers import (
     PARTS,
@@ -350,7 +350,7 @@ class Transformer:
         for layers, together in runs:
             some = caches[layers.start - first : layers.stop - first]
             if together is not None and together.suits(some):
-                x = together(x, some, view)
+                x = together(x, some, view.segments[0])
                 continue
             for i, cache in zip(layers, some, strict=True):
                 x = forward_layer(self, i, x, cache, view)
@@ -374,6 +374,17 @@ class Transformer:
     def ops(self, i_layer: int) -> Ops:
         """Kernels of the device that computes the layer."""
         return self._blocks[i_layer].ops
+
+    def token_logits(self, token: int, segment: Segment, caches: Sequence[KvCache]) -> torch.Tensor | None:
+        """Logits `[1, V]` of a token, where one device has the whole model and a call for it; else None."""
+        whole = self._one_token.whole(self._plain_ends)
+        return whole(token, caches, segment) if whole is not None and whole.suits(caches) else None
+
+    def _plain_ends(self) -> TokenEnds | None:
+        if not self._is_own(("embed", "output")) or not is_bare(self._head, "output"):
+            return None
+        gain, output = self._head.vector("output_norm"), self._head.matrix("output")
+        return TokenEnds(self._embedding.matrix("token_embd"), gain, self.hparams.rms_eps, output)
 
     def output(self, x: torch.Tensor) -> torch.Tensor:
         """Final norm and head: `[T, D]` -> logits `[T, V]`."""

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -29,7 +30,6 @@ from overspill.pipeline.memory import Memory
 from overspill.pipeline.schedule import Action, Order, Policy, Verb, WaveSchedule, actions
 from overspill.pipeline.split import Layout
 from overspill.pipeline.staging import NOTHING_HELD
-from overspill.pipeline.steps import StepRunner
 from overspill.pipeline.wave import Ubatch, Wave
 from overspill.pipeline.work import Work
 from overspill.placement.budget import N_LOGIT_BUFFERS
@@ -52,6 +52,16 @@ class RunCounters:
     n_spread_tokens: int = 0
     placed_bytes: int = 0
     wall_us: float = 0.0
+
+
+class Steps(Protocol):
+    """Computes waves that are decoding steps in another way."""
+
+    def suits(self, wave: Wave, schedule: WaveSchedule) -> bool:
+        """Whether this wave is one of them."""
+
+    def run_host(self, wave: Wave, schedule: WaveSchedule) -> list[torch.Tensor]:
+        """Compute it; logits as `Runner.run` gives them."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +90,7 @@ class Runner:
         *,
         max_in_flight: int,
         waits_on_host: bool = False,
-        steps: StepRunner | None = None,
+        steps: Steps | None = None,
         caches: ExpertCaches | None = None,
     ) -> None:
         self.counters = RunCounters()

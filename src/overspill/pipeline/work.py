@@ -312,6 +312,22 @@ class Work:
         y, routing = self._model.added_to(self._x(action, ubatch)), self._routing(action, ubatch)
         self._model.experts(action.layer, y, routing, weights, ops)
 
+    def one_token(self, ubatch: Ubatch) -> Callable[[], torch.Tensor]:
+        """What makes the logits `[1, V]` of a ubatch of one token, where the CPU has the whole model."""
+        before = self._memory.history.add(ubatch.ids, ubatch.segments)
+
+        def body() -> torch.Tensor:
+            (token,), (segment,) = ubatch.ids, ubatch.segments
+            caches = [self._cache(i) for i in range(self._layout.n_layer)]
+            found = self._model.token_logits(token, segment, caches)
+            if found is not None:
+                return found
+            ids, positions = torch.tensor(ubatch.ids), torch.tensor([segment.first_pos], dtype=torch.int32)
+            x = self._model.embed(ids, before)
+            return self._model.output(self._model.layers(0, x, caches, UbatchView(ubatch.segments, positions, ids)))
+
+        return body
+
     def _output(self, action: Action, ubatch: Ubatch) -> Callable[[], None]:
         rows = self.output_rows(ubatch, action.chunk)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -11,9 +12,9 @@ from torch import Tensor
 from overspill.kernels.numba.decode import DECODERS
 from overspill.kernels.numba.leaf import N_DECODE_ARGS, decode_address
 from overspill.kernels.numba.memory import load_f32, load_i64, reader, store_f32
-from overspill.kernels.numba.native import callable_at, caller, direct_address
+from overspill.kernels.numba.native import Step, c_function, callable_at, caller
 from overspill.kernels.numba.target import LANES, SOURCE_DIGEST, TILE_ROWS, UNIT_ELEMENTS
-from overspill.kernels.numba.workspace import WORKSPACE
+from overspill.kernels.numba.workspace import WORKSPACE, Memory
 from overspill.quant.qtensor import QTensor
 
 _call_decode = caller(N_DECODE_ARGS)
@@ -42,13 +43,24 @@ _read_call = reader(_Call)
 
 def rows_of(weight: QTensor, ids: Tensor) -> Tensor:
     """Rows `ids [T]` of a matrix `[V, D]`: float32 `[T, D]`. Raises IndexError for an id that is no row."""
-    decoder, (n_rows, n_columns) = DECODERS[weight.type], weight.shape
+    n_rows, n_columns = weight.shape
     ids = ids.to(torch.int64).contiguous()
-    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < n_rows:
-        raise IndexError(f"ids must be 0 to {n_rows - 1}: {int(ids.min())} to {int(ids.max())}")
-    n_units, n_left = divmod(n_columns, decoder.n_elements)
+    if len(ids):
+        numbers = ids.numpy()  # quicker than torch for few
+        first, last = numbers.min(), numbers.max()
+        if first < 0 or last >= n_rows:
+            raise IndexError(f"ids must be 0 to {n_rows - 1}: {first} to {last}")
     out = torch.empty(len(ids), n_columns)
-    call = WORKSPACE.memory("call", 8 * len(_Call._fields))
+    step = lookup_step(weight, (ids.data_ptr(), len(ids)), out, WORKSPACE.memory)
+    callable_at(step.address, 2)(step.call, 0)
+    return out
+
+
+def lookup_step(weight: QTensor, ids: tuple[int, int], out: Tensor, memory: Callable[[str, int], Memory]) -> Step:
+    """What puts rows into `out [T, D]`. ids: address of int64 numbers below V, and how many. memory: gives it."""
+    decoder, n_columns = DECODERS[weight.type], weight.shape[1]
+    n_units, n_left = divmod(n_columns, decoder.n_elements)
+    call = memory("call", 8 * len(_Call._fields))
     call.write(
         _Call(
             decode=decode_address(weight.type),
@@ -57,21 +69,20 @@ def rows_of(weight: QTensor, ids: Tensor) -> Tensor:
             n_units=n_units,
             tail_bytes=n_left * decoder.n_bytes // decoder.n_elements,
             n_columns=n_columns,
-            ids=ids.data_ptr(),
-            n_ids=len(ids),
+            ids=ids[0],
+            n_ids=ids[1],
             out=out.data_ptr(),
-            scratch=WORKSPACE.memory("row", 4 * TILE_ROWS * (n_columns + UNIT_ELEMENTS)).address,
+            scratch=memory("row", 4 * TILE_ROWS * (n_columns + UNIT_ELEMENTS)).address,
         )
     )
-    callable_at(_address(), 1)(call.address)
-    return out
+    return Step(_address(), call.address)
 
 
 @cache
 def _address() -> int:
     digest = SOURCE_DIGEST
 
-    def look_up(call):
+    def look_up(call, i_thread):
         _ = digest
         c = _read_call(call)
         for i in range(c.n_ids):
@@ -81,4 +92,4 @@ def _address() -> int:
                 at = k // LANES * LANES * TILE_ROWS + k % LANES
                 store_f32(c.out, i * c.n_columns + k, load_f32(c.scratch, at))
 
-    return direct_address(look_up, 1)
+    return c_function(look_up, 2)

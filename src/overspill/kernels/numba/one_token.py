@@ -29,6 +29,7 @@ from overspill.kernels.numba.rows import (
 )
 from overspill.kernels.numba.token_cells import LayerCells
 from overspill.kernels.numba.workspace import Memory
+from overspill.quant.qtensor import QTensor
 
 _TASKS_PER_THREAD = 2
 
@@ -87,6 +88,7 @@ def attention_steps(
         window=C if w.window is None else w.window,
         heads=heads.address,
         attention=attend.address,
+        i_angles=0,
     )
     return steps, found
 
@@ -144,16 +146,24 @@ def router_steps(w: RouterWeights, x: Tensor, pieces: Pieces) -> tuple[list[Step
         raise ValueError(f"a router {w.router.shape} does not fit {n_model} channels")
     normed, logits = pieces.tensor("normed", 1, n_model), pieces.tensor("logits", 1, n_experts)
     ids, mix = pieces.tensor("ids", 1, w.n_used, dtype=torch.int32), pieces.tensor("mix", 1, w.n_used)
-    norm = pieces.block(norm_rows_address(), w.eps, x.data_ptr(), normed.data_ptr(), w.gain.data_ptr(), 1, n_model)
-    out = (logits.data_ptr(), 4 * n_experts)
-    product = product_steps((normed.data_ptr(), 4 * n_model), (1, n_model), (w.router,), [out], STORE, pieces.memory)
+    product = norm_product_steps(w.gain, w.eps, w.router, (x, normed, logits), pieces)
     worth = pieces.memory("worth", 8 * n_experts).address
     bias = 0 if w.bias is None else w.bias.data_ptr()
     rule = (1, n_experts, w.n_used, w.gating, int(w.is_normalised))
     places = (logits.data_ptr(), bias, ids.data_ptr(), mix.data_ptr(), worth)
     pick = pieces.block(pick_address(), w.scale, *places, *rule)
-    steps = [Step(block_step_address(5), norm.address), *product, Step(block_step_address(10), pick.address)]
-    return steps, (normed, ids, mix)
+    return [*product, Step(block_step_address(10), pick.address)], (normed, ids, mix)
+
+
+def norm_product_steps(
+    gain: Tensor, eps: float, matrix: QTensor, rows: tuple[Tensor, Tensor, Tensor], pieces: Pieces
+) -> list[Step]:
+    """rows: x `[1, D]`, its norm, and that times the matrix, `[1, N]`."""
+    (x, normed, out), (n_rows, n_model) = rows, matrix.shape
+    norm = pieces.block(norm_rows_address(), eps, x.data_ptr(), normed.data_ptr(), gain.data_ptr(), 1, n_model)
+    ends = [(out.data_ptr(), 4 * n_rows)]
+    product = product_steps((normed.data_ptr(), 4 * n_model), (1, n_model), (matrix,), ends, STORE, pieces.memory)
+    return [Step(block_step_address(5), norm.address), *product]
 
 
 class TokenRouter:
