@@ -7,6 +7,7 @@ group (v1 or v2) above this process, because a process that trusts the machine a
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from overspill.device.base import MemoryKind
 from overspill.errors import OutOfMemory, UserError
 
 MIB = 1024 * 1024
+_FRESH_S = 0.02
 
 
 class Space(NamedTuple):
@@ -85,13 +87,18 @@ def host_space() -> Callable[[int], Space]:
     """The memory of this machine.
 
     Memory that was allocated but not yet touched still counts as available with the kernel, so what is free is also
-    bounded by what was free at first less what was allocated since.
+    bounded by what was free at first less what was allocated since. A reading takes about a millisecond and serves for
+    some: a long context has thousands of buffers, which are allocated one after the other.
     """
-    at_first = read_host_memory()
+    latest = at_first = read_host_memory()
+    old_s = time.monotonic() + _FRESH_S
 
     def space(held_bytes: int) -> Space:
-        now = read_host_memory()
-        return Space(now.total_bytes, max(0, min(now.free_bytes, at_first.free_bytes - held_bytes)))
+        nonlocal latest, old_s
+        if time.monotonic() >= old_s:
+            latest = read_host_memory()
+            old_s = time.monotonic() + _FRESH_S
+        return Space(latest.total_bytes, max(0, min(latest.free_bytes, at_first.free_bytes - held_bytes)))
 
     return space
 
