@@ -156,6 +156,7 @@ def test_untouched_memory_counts_against_what_was_free_at_first(monkeypatch: pyt
     """The kernel still calls memory available that was allocated but not touched; it must not be promised twice."""
     free = [10 * MIB]
     monkeypatch.setattr(memory, "read_host_memory", lambda: Space(16 * MIB, free[0]))
+    monkeypatch.setattr(memory, "_FRESH_S", 0.0)
     device = CpuDevice(is_asynchronous=False)
     device.allocate((6 * MIB,), torch.uint8, kind=MemoryKind.WEIGHTS, name="first")
     assert (device.total_bytes, device.free_bytes) == (16 * MIB, 4 * MIB)
@@ -163,6 +164,17 @@ def test_untouched_memory_counts_against_what_was_free_at_first(monkeypatch: pyt
         device.allocate((6 * MIB,), torch.uint8, kind=MemoryKind.WEIGHTS, name="second")
     free[0] = 3 * MIB
     assert device.free_bytes == 3 * MIB
+
+
+def test_many_allocations_share_a_reading_and_cannot_overdraw_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = iter([Space(16 * MIB, 10 * MIB)])
+    monkeypatch.setattr(memory, "read_host_memory", lambda: next(readings))
+    monkeypatch.setattr(memory, "_FRESH_S", 3600.0)
+    device = CpuDevice(is_asynchronous=False)
+    for i in range(10):
+        device.allocate((MIB,), torch.uint8, kind=MemoryKind.WEIGHTS, name=str(i))
+    with pytest.raises(OutOfMemory, match=r"0\.0 of 16\.0 MiB are free"):
+        device.allocate((1,), torch.uint8, kind=MemoryKind.WEIGHTS, name="one more")
 
 
 # --- what the machine allows ----------------------------------------------------------------------------------------
