@@ -2,15 +2,17 @@
 
     python benchmarks/gpu_prefill.py [--layers 48] [--only NAME ...] [--repetitions 2] [--out FILE]
 
-Needs 40 GB of free host RAM; about five minutes. Rows: long prompts per setup; short ones with each policy on one
-loaded model; prompts after steps that have filled a cache of half the experts, which go without those, and on the same
-model prompts that do not; then memory per GPU as projected and as the driver gave it away. `met` is the share of a
-layer's experts that a prompt's ids name: what `selected` uploads of them. A line of JSON each.
+Needs 40 GB of free host RAM; about five minutes. Rows: long prompts per setup; short ones on one loaded model: the
+first of their lengths, the plan's choice, and each policy; prompts after steps that have filled a cache of half the
+experts, which go without those, and on the same model prompts that do not; then memory per GPU as projected and as the
+driver gave it away. `met` is the share of a layer's experts that a prompt's ids name: what `selected` uploads of them.
+A line of JSON each.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -82,8 +84,21 @@ def cached_prompts(llm: LLM, repetitions: int) -> Iterator[Row]:
     llm.plan = plan
 
 
+def first_sights(llm: LLM) -> Iterator[Row]:
+    """What prompts take whose kind of rows has not come before: the first is issued, the second recorded."""
+    for n in SHORT[:2]:
+        seconds = []
+        for i in range(4):
+            wave = Wave((Ubatch(tuple(range(100 * i, 100 * i + n)), (Segment(0, 0, n),), (n - 1,)),))
+            begin = time.perf_counter()
+            llm.run_wave(wave)
+            seconds.append(round(time.perf_counter() - begin, 3))
+        yield {"pp": n, "seconds": dict(zip(("issued", "recorded", "replayed", "again"), seconds, strict=True))}
+
+
 def short_prompts(llm: LLM, repetitions: int) -> Iterator[Row]:
     """The plan's own choice, and the same without steps where it is one; then each policy."""
+    yield from first_sights(llm)
     plan = llm.plan
     for n in SHORT:
         n_rows = plan.step_rows(n, n)
