@@ -37,8 +37,11 @@ def test_steps_have_the_bits_of_waves(case: Case) -> None:
         assert llm.runner.counters.n_tokens == issued.runner.counters.n_tokens == len(IDS)
 
 
-def test_the_first_token_and_one_without_logits_are_waves() -> None:
-    steps = HostSteps.__new__(HostSteps)
-    first, silent = Ubatch((1,), (Segment(0, 0, 1),), (0,)), Ubatch((1,), (Segment(0, 3, 1),))
-    assert not any(steps.suits(Wave((ubatch,)), None) for ubatch in (first, silent))
-    assert steps.suits(Wave((Ubatch((1,), (Segment(0, 3, 1),), (0,)),)), None)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_token_may_be_the_first_and_need_no_logits(case: Case) -> None:
+    first, second = Ubatch((3,), (Segment(0, 0, 1),), (0,)), Ubatch((4,), (Segment(0, 1, 1),))
+    with opened(case) as llm, opened(case) as issued:
+        issued.runner._steps = None
+        for wave in (Wave((first,)), Wave((second,))):
+            (found,), (expected,) = llm.run_wave(wave), issued.run_wave(wave)
+            assert torch.equal(found, expected)
