@@ -25,6 +25,8 @@ def test_short_prompts_as_steps_are_near_those_that_are_issued(place: dict[str, 
     """The first of a length is issued, the others are replayed, the last on late streams."""
     with LLM(model(), n_ctx=512, n_ubatch=64, n_wave=128, **place) as llm:
         assert llm.runner._steps is not None
+        # Whatever a plan for so small a model finds faster.
+        llm.plan._gains_as_step.update(dict.fromkeys(range(1, 33), True))
         for i, n in enumerate(LENGTHS):
             assert llm.plan.step_rows(n, n) >= n
             issued, recorded, replayed = (llm.logits(ids_of(n)) for _ in range(3))
