@@ -7,6 +7,7 @@ shows in the results, under chaos.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +22,7 @@ from overspill.kernels import Ops, Steps
 from overspill.kernels.numba.mail import look_for_flags, raise_flags
 from overspill.kernels.ref import OPS
 from overspill.kernels.sharing import Mail, Term
-from overspill.letter_room import room
+from overspill.letter_room import FLAG_STRIDE, room
 from overspill.models.base import UbatchView
 from overspill.models.rope import Rope
 from overspill.pipeline.schedule import Action
@@ -29,6 +30,8 @@ from overspill.pipeline.step_work import StepWork
 from overspill.pipeline.wave import Ubatch
 from overspill.pipeline.work import Work
 from overspill.quant.q8_rows import decode
+
+_PATIENCE_S = 30.0
 
 
 @contextmanager
@@ -138,8 +141,12 @@ def _boxes(box: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Tenso
 
 
 def _wait(step: torch.Tensor, flags: torch.Tensor, late: torch.Tensor) -> None:
-    if not any(look_for_flags(flags.data_ptr(), len(flags), int(step)) for _ in range(1000)):
-        late.fill_(int(step))
+    """Between looks others go on, of whom there are more than cores."""
+    end_s, wanted = time.monotonic() + _PATIENCE_S, int(step)
+    while flags[::FLAG_STRIDE].min() < wanted and time.monotonic() < end_s:
+        time.sleep(0.0001)
+    if not look_for_flags(flags.data_ptr(), len(flags), wanted):
+        late.fill_(wanted)
 
 
 def _put(step: torch.Tensor, parts: Sequence[torch.Tensor], box: torch.Tensor, flags: torch.Tensor) -> None:
