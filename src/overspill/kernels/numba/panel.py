@@ -237,13 +237,17 @@ def _dot_rows(matrix, part, first_row, tokens, first, kind, then, scratch):
 
 @inner
 def _by_digits(matrix, part, tokens, then, scratch):
-    """Sixteen rows are unpacked piece by piece; the sums of all tokens wait in the scratch."""
-    units_per_piece = PIECE_ELEMENTS // matrix.unit_elements
+    """Sixteen rows are unpacked piece by piece; the sums of all tokens wait in the scratch.
+
+    For one token nothing is unpacked, so whole rows are a piece; fewer than sixteen are copied, piece by piece.
+    """
     sums = scratch + _SUMS
     for row in range(0, part.n_rows, N_LANES):
         n, at = min(N_LANES, part.n_rows - row), part.address + row * matrix.row_bytes
         for i in range(tokens.n * N_LANES):
             store_f32(sums, i, np.float32(0))
+        is_whole = tokens.n == 1 and n == N_LANES
+        units_per_piece = matrix.n_units if is_whole else PIECE_ELEMENTS // matrix.unit_elements
         for first_unit in range(0, matrix.n_units, units_per_piece):
             n_units = min(units_per_piece, matrix.n_units - first_unit)
             ahead = at + N_LANES * (_PANELS_AHEAD * matrix.row_bytes + first_unit * matrix.row_bytes // matrix.n_units)
