@@ -63,7 +63,7 @@ def waves() -> list[Wave]:
 @pytest.mark.parametrize(("host_layers", "policy"), [("none", Policy.ALL), ("all", Policy.CPU), ("all", Policy.SPREAD)])
 def test_prompts_of_every_length(n_devices: int, host_layers: str, policy: Policy) -> None:
     reference = Reference(tiny_model(), n_slots=N_SLOTS, n_cells=N_CELLS)
-    shape = Shape(n_devices, host_layers=host_layers, slab_experts=N_EXPERT)  # type: ignore[arg-type]
+    shape = Shape(n_devices, host_layers=host_layers, slab_experts=N_EXPERT)
     with opened(shape, seed=n_devices) as p:
         schedule = p.schedule(Order.BREADTH_FIRST, policy)
         for wave in waves():

@@ -77,8 +77,6 @@ class OneToken:
         self._routers = [_router(layer) for layer in layers]
         self._runs: dict[tuple[int, int], list[tuple[range, Together | None]]] = {}
         self._experts: dict[int, tuple[ExpertWeights, TokenExperts | None]] = {}
-        self._whole: Together | None = None
-        self._is_whole_known = False
 
     def attend(self, i_layer: int, x: torch.Tensor, cache: KvCache, view: UbatchView) -> torch.Tensor | None:
         """The attention of a layer; None where it is no one call."""
@@ -109,14 +107,10 @@ class OneToken:
             self._runs[first, last] = runs
         return self._runs[first, last]
 
-    def whole(self, ends_of: Callable[[], TokenEnds | None]) -> Together | None:
-        """All layers between their ends, asked for once; None where they are no one call."""
-        if not self._is_whole_known:
-            runs, ends = self.runs(0, len(self._layers)), ends_of()
-            if len(runs) == 1 and runs[0][1] is not None and ends is not None:
-                self._whole = self._together({i: self._routed(i) for i in range(len(self._layers))}, ends)
-            self._is_whole_known = True
-        return self._whole
+    def whole(self, ends: TokenEnds) -> Together | None:
+        """All layers between their ends; None where they are no one call."""
+        ((layers, together), *others) = self.runs(0, len(self._layers))
+        return None if together is None or others else self._together({i: self._routed(i) for i in layers}, ends)
 
     def _routed(self, i_layer: int) -> RoutedWeights | None:
         router, weights = self._layers[i_layer].router, self._all_experts(i_layer)

@@ -38,13 +38,12 @@ class Rope:
     name: equal for the ropes of a device and model that turn alike; text, whose hash is computed once.
     """
 
-    _table: tuple[int, torch.Tensor, torch.Tensor] | None = None
-
     def __init__(self, params: RopeParams, factors: torch.Tensor | None, device: torch.device) -> None:
         self.name = f"{params} {factors is None}"
         plain = frequencies(params).to(device)
         self._frequencies = plain if factors is None else plain / factors
         self._magnitude = params.magnitude
+        self._table: tuple[int, torch.Tensor, torch.Tensor] | None = None
 
     def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin `[T, n_rot / 2]` for integer positions `[T]`."""
@@ -54,9 +53,10 @@ class Rope:
     def angles_at(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The same for one position, `[1, n_rot / 2]`: computed for those that follow as well, which are next."""
         first = position // _TABLE_POSITIONS * _TABLE_POSITIONS
-        if self._table is None or self._table[0] != first:
+        table = self._table
+        if table is None or table[0] != first:
             positions = torch.arange(first, first + _TABLE_POSITIONS, device=self._frequencies.device)
-            self._table = first, *self.angles(positions)
-        _, cos, sin = self._table
+            self._table = table = first, *self.angles(positions)
+        _, cos, sin = table
         row = slice(position - first, position - first + 1)
         return cos[row], sin[row]

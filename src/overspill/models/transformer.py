@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -33,7 +34,7 @@ from overspill.models.layers import (
     norm_linears,
     shared_experts,
 )
-from overspill.models.one_token import OneToken, PlainParts
+from overspill.models.one_token import OneToken, PlainParts, Together
 from overspill.models.rope import Rope
 from overspill.models.router import pick_experts
 from overspill.quant.experts import Activation, ExpertVectors, ExpertWeights
@@ -377,14 +378,14 @@ class Transformer:
 
     def token_logits(self, token: int, segment: Segment, caches: Sequence[KvCache]) -> torch.Tensor | None:
         """Logits `[1, V]` of a token, where one device has the whole model and a call for it; else None."""
-        whole = self._one_token.whole(self._plain_ends)
-        return whole(token, caches, segment) if whole is not None and whole.suits(caches) else None
+        return self._whole(token, caches, segment) if self._whole is not None and self._whole.suits(caches) else None
 
-    def _plain_ends(self) -> TokenEnds | None:
+    @cached_property
+    def _whole(self) -> Together | None:
         if not self._is_own(("embed", "output")) or not is_bare(self._head, "output"):
             return None
-        gain, output = self._head.vector("output_norm"), self._head.matrix("output")
-        return TokenEnds(self._embedding.matrix("token_embd"), gain, self.hparams.rms_eps, output)
+        gain, eps, output = self._head.vector("output_norm"), self.hparams.rms_eps, self._head.matrix("output")
+        return self._one_token.whole(TokenEnds(self._embedding.matrix("token_embd"), gain, eps, output))
 
     def output(self, x: torch.Tensor) -> torch.Tensor:
         """Final norm and head: `[T, D]` -> logits `[T, V]`."""

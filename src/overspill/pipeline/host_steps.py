@@ -30,8 +30,8 @@ class HostSteps:
         return used == {layout.host} and not any(layout.slabs)
 
     def suits(self, wave: Wave, schedule: WaveSchedule) -> bool:
-        """Whether a wave is a step of one sequence that has begun, and its logits are wanted."""
-        return wave.is_step and wave.end_pos > 1 and wave.ubatches[0].output_rows == (0,) and wave.n_tokens == 1
+        """Whether a wave is one token whose logits are wanted."""
+        return wave.n_tokens == 1 and wave.ubatches[0].output_rows == (0,)
 
     def run_host(self, wave: Wave, schedule: WaveSchedule) -> list[torch.Tensor]:
         """Compute a step; logits as `Runner.run` gives them."""
