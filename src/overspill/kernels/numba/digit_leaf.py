@@ -4,10 +4,10 @@ unpack  turns sixteen rows of a type into quads, steps and offsets, transposed s
 tile    multiplies them with a few tokens at once; the sums are exact integers.
 dot     does both for one token, with nothing stored in between.
 
-The sums of a group become float32, times the steps of both sides, and are added group after group: one order for any
+The sums of a block become float32, times the steps of both sides, and are added block after block: one order for any
 number of tokens or rows. Types for which the CPU lacks the instructions are done by `leaf` in float32.
 
-An unpacked group: its quads, then a step and an offset per row for all 32 values, or for each 16.
+An unpacked block: of each group its quads, scales and minima as far as there are any; then steps and offsets.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numba.core import cgutils
 
 from overspill.gguf.types import TensorType
 from overspill.kernels.numba.digits import GROUP_BYTES, HALF_SUMS_AT, STEP_AT, SUM_AT
-from overspill.kernels.numba.emit import I8, I16, I64, Emitter, LateVec, const
+from overspill.kernels.numba.emit import F32, I8, I16, I64, Emitter, LateVec, Variables, const, const_vec
 from overspill.kernels.numba.jit import intrinsic
 from overspill.kernels.numba.lanes import N_LANES, Layout, PanelLanes, RowLanes
 from overspill.kernels.numba.native import c_function
@@ -34,11 +34,17 @@ N_UNPACK_ARGS, N_DIGIT_TILE_ARGS, N_DIGIT_DOT_ARGS = 7, 5, 8
 PIECE_ELEMENTS = 512
 _VECTOR_BYTES = 64
 _N_QUADS = 8  # of four bytes, in a group
+# Of activations that share a minimum, by the number of minima.
+_SUMS_AT = (), (SUM_AT,), (HALF_SUMS_AT, HALF_SUMS_AT + 4)
 
 
-def group_bytes(n_steps: int) -> int:
-    """Bytes of a group of sixteen rows, unpacked."""
-    return _VECTOR_BYTES * (_N_QUADS + 2 * n_steps)
+def _group_bytes(n_scales: int) -> int:
+    return _VECTOR_BYTES * (_N_QUADS + 2 * n_scales)
+
+
+def _block_bytes(n_groups: int, n_scales: int) -> int:
+    """Bytes of a block of sixteen rows, unpacked."""
+    return n_groups * _group_bytes(n_scales) + 2 * _VECTOR_BYTES
 
 
 @cache
@@ -53,12 +59,12 @@ def unpack_address(type: TensorType, layout: Layout) -> int:
 
 
 @cache
-def digit_tile_address(n_tokens: int, n_steps: int, largest: int) -> int:
-    """C function (unpacked, n_groups, x_pointers, x_offset, sums), see `_emit_tile`."""
+def digit_tile_address(n_tokens: int, n_groups: int, n_scales: int, largest: int) -> int:
+    """C function (unpacked, n_blocks, x_pointers, x_offset, sums), see `_emit_tile`. n_groups: of a block."""
     digest = SOURCE_DIGEST
 
-    def digit_tile(unpacked, n_groups, xs, x_offset, sums):
-        _tile(n_tokens, n_steps, largest, digest, (unpacked, n_groups, xs, x_offset, sums))
+    def digit_tile(unpacked, n_blocks, xs, x_offset, sums):
+        _tile(n_tokens, n_groups, n_scales, largest, digest, (unpacked, n_blocks, xs, x_offset, sums))
 
     return c_function(digit_tile, N_DIGIT_TILE_ARGS)
 
@@ -95,40 +101,49 @@ def _unpack(typing_context, type_id, layout_id, digest, arguments):
 
 
 @intrinsic(prefer_literal=True)
-def _tile(typing_context, n_tokens, n_steps, largest, digest, arguments):
+def _tile(typing_context, n_tokens, n_groups, n_scales, largest, digest, arguments):
     def codegen(context, builder, signature, args):
-        kind = n_tokens.literal_value, n_steps.literal_value, largest.literal_value
-        _emit_tile(Emitter(builder), *kind, *cgutils.unpack_tuple(builder, args[4]))
+        kind = (number.literal_value for number in (n_tokens, n_groups, n_scales, largest))
+        _emit_tile(Emitter(builder), *kind, *cgutils.unpack_tuple(builder, args[5]))
         return context.get_dummy_value()
 
-    return types.void(n_tokens, n_steps, largest, digest, arguments), codegen
+    return types.void(n_tokens, n_groups, n_scales, largest, digest, arguments), codegen
 
 
 def _emit_unpack(e, type, layout, rows, row_bytes, n_rows, first_unit, n_units, ahead, out):
-    """Units `first_unit ...` of sixteen rows, `PIECE_ELEMENTS` at most, to `out`."""
+    """Blocks `first_unit ...` of sixteen rows, `PIECE_ELEMENTS` at most, to `out`."""
     out, unpacker = e.pointer(out), UNPACKERS[type]
-    out_bytes = group_bytes(unpacker.n_steps) * unpacker.n_groups
+    n_bytes = _block_bytes(unpacker.n_groups, unpacker.n_scales)
     for i_unit, lanes, ahead_of in _UNITS[layout](e, type, rows, row_bytes, n_rows, first_unit, n_units, ahead):
-        target = e.at(out, e.offset(i_unit, out_bytes))
-        for i_group, group in enumerate(unpacker.run(lanes)):
+        target, block, n_stored = e.at(out, e.offset(i_unit, n_bytes)), unpacker.run(lanes), 0
+        for i_group, group in enumerate(block.groups):
             _ask_for(e, ahead_of, i_group, unpacker.n_groups)
-            at = i_group * group_bytes(unpacker.n_steps)
-            for i, vec in enumerate((*group.quants, *group.steps, *group.offsets)):
-                e.store(vec, target, at + _VECTOR_BYTES * i, _VECTOR_BYTES)
+            scales = [integer_products.scale(e, scale, group.times) for scale in group.scales]
+            vecs = [*group.quants, *scales, *(minimum.to_float() for minimum in group.minima)]
+            n_stored = _store_all(e, vecs, target, n_stored)
+        _store_all(e, [block.step, block.offset], target, n_stored)
+
+
+def _store_all(e, vecs, target, first):
+    for i, vec in enumerate(vecs, first):
+        e.store(vec, target, _VECTOR_BYTES * i, _VECTOR_BYTES)
+    return first + len(vecs)
 
 
 def _emit_dot(e, type, layout, rows, row_bytes, n_rows, first_unit, n_units, ahead, x, sums):
-    """The same units times the digits of one token at `x`, added to `sums`, `[16]`."""
+    """The same blocks times the digits of one token at `x`, added to `sums`, `[16]`."""
     x, sums, unpacker = e.pointer(x), e.pointer(sums), UNPACKERS[type]
+    e.align_stack()
     for i_unit, lanes, ahead_of in _UNITS[layout](e, type, rows, row_bytes, n_rows, first_unit, n_units, ahead):
-        digits = e.at(x, e.offset(i_unit, GROUP_BYTES * unpacker.n_groups))
-        total = e.floats(sums, 0, _VECTOR_BYTES, N_LANES)
-        for i_group, group in enumerate(unpacker.run(lanes)):
+        digits, block = e.at(x, e.offset(i_unit, GROUP_BYTES * unpacker.n_groups)), unpacker.run(lanes)
+        total, amounts = e.floats(sums, 0, _VECTOR_BYTES, N_LANES), [_nothing(e, unpacker.n_scales)]
+        for i_group, group in enumerate(block.groups):
             _ask_for(e, ahead_of, i_group, unpacker.n_groups)
-            n_quads = _N_QUADS // len(group.steps)
-            parts = [group.quants[n_quads * i :][:n_quads] for i in range(len(group.steps))]
-            x_group = e.at(digits, GROUP_BYTES * i_group)
-            (total,) = _add_group(e, parts, unpacker.largest, group.steps, group.offsets, [x_group], [total])
+            scales = [integer_products.scale(e, scale, group.times) for scale in group.scales]
+            minima = [minimum.to_float() for minimum in group.minima]
+            x_group = [e.at(digits, GROUP_BYTES * i_group)]
+            amounts = _add_group(e, amounts, group.quants, scales, minima, x_group, unpacker.largest)
+        total = _add_block(e, total, amounts[0], unpacker.n_scales, block.step, block.offset, digits)
         e.store(total, sums, 0, _VECTOR_BYTES)
 
 
@@ -196,40 +211,70 @@ def _sixteen_rows(e, rows, row_bytes, n_rows, n_bytes):
     return b.load(start), b.load(stride)
 
 
-def _emit_tile(e, n_tokens, n_steps, largest, unpacked, n_groups, xs, x_offset, sums):
-    """Add the products of sixteen unpacked rows and some groups of `n_tokens` tokens to `sums`, `[n_tokens, 16]`."""
+def _nothing(e, n_scales):
+    """Of a block so far, for one token: totals, then what minima and sums of activations give, if there are minima."""
+    minima = [e.vec(const_vec(F32, [0.0] * N_LANES))] if n_scales else []
+    return [*integer_products.nothing(e, n_scales > 0), *minima]
+
+
+def _emit_tile(e, n_tokens, n_groups, n_scales, largest, unpacked, n_blocks, xs, x_offset, sums):
+    """Add the products of sixteen unpacked rows and some blocks of `n_tokens` tokens to `sums`, `[n_tokens, 16]`.
+
+    Groups are a loop: the code of eight would not stay decoded in the CPU.
+    """
     b = e.builder
+    e.align_stack()
     unpacked, sums = e.pointer(unpacked), e.pointer(sums)
     tokens = [e.at(e.pointer(e.load(e.pointer(xs), 8 * i, I64)), x_offset) for i in range(n_tokens)]
-    with cgutils.for_range(b, n_groups) as groups:
-        parts, steps, offsets = _stored_group(e, e.at(unpacked, e.offset(groups.index, group_bytes(n_steps))), n_steps)
-        digits = [e.at(token, e.offset(groups.index, GROUP_BYTES)) for token in tokens]
-        totals = [e.floats(sums, _VECTOR_BYTES * i, _VECTOR_BYTES, N_LANES) for i in range(n_tokens)]
-        for i, total in enumerate(_add_group(e, parts, largest, steps, offsets, digits, totals)):
+    kept = [Variables(e, _nothing(e, n_scales)) for _ in tokens]
+    with cgutils.for_range(b, n_blocks) as blocks:
+        start = e.at(unpacked, e.offset(blocks.index, _block_bytes(n_groups, n_scales)))
+        digits = [e.at(token, e.offset(blocks.index, GROUP_BYTES * n_groups)) for token in tokens]
+        for variables in kept:
+            variables.save(_nothing(e, n_scales))
+        with cgutils.for_range(b, const(n_groups)) as groups:
+            quads, scales, minima = _stored_group(
+                e, e.at(start, e.offset(groups.index, _group_bytes(n_scales))), n_scales
+            )
+            x_groups = [e.at(x, e.offset(groups.index, GROUP_BYTES)) for x in digits]
+            amounts = _add_group(e, [variables.load() for variables in kept], quads, scales, minima, x_groups, largest)
+            for variables, amount in zip(kept, amounts, strict=True):
+                variables.save(amount)
+        ends = n_groups * _group_bytes(n_scales)
+        step, offset = (e.floats(start, ends + at, _VECTOR_BYTES, N_LANES) for at in (0, _VECTOR_BYTES))
+        for i, (variables, x) in enumerate(zip(kept, digits, strict=True)):
+            total = e.floats(sums, _VECTOR_BYTES * i, _VECTOR_BYTES, N_LANES)
+            total = _add_block(e, total, variables.load(), n_scales, step, offset, x)
             e.store(total, sums, _VECTOR_BYTES * i, _VECTOR_BYTES)
 
 
-def _stored_group(e, pointer, n_steps):
-    """The quads that share a step, for each step; steps; offsets."""
-    late = [_late_quad(e, pointer, _VECTOR_BYTES * i) for i in range(_N_QUADS)]
-    floats = [e.floats(pointer, _VECTOR_BYTES * (_N_QUADS + i), _VECTOR_BYTES, N_LANES) for i in range(2 * n_steps)]
-    n_each = _N_QUADS // n_steps
-    return [late[n_each * i :][:n_each] for i in range(n_steps)], floats[:n_steps], floats[n_steps:]
+def _stored_group(e, pointer, n_scales):
+    """Quads, scales, minima."""
+    quads, scale = [ir.VectorType(I16, 2 * N_LANES)] * _N_QUADS, integer_products.SCALE
+    kinds = [*quads, *[scale] * n_scales, *[ir.VectorType(F32, N_LANES)] * n_scales]
+    late = [_late(e, pointer, _VECTOR_BYTES * i, kind) for i, kind in enumerate(kinds)]
+    return late[:_N_QUADS], late[_N_QUADS : _N_QUADS + n_scales], late[_N_QUADS + n_scales :]
 
 
-def _late_quad(e, pointer, offset):
-    return LateVec(e.builder, lambda: e.load(pointer, offset, ir.VectorType(I16, 2 * N_LANES)))
+def _late(e, pointer, offset, type):
+    return LateVec(e.builder, lambda: e.load(pointer, offset, type))
 
 
-def _add_group(e, parts, largest, steps, offsets, digits, totals):
-    """Totals of some tokens, and the products of a group with their digits. parts: quads, for each step."""
-    n_steps = len(steps)
-    for i_step, (part, step, offset) in enumerate(zip(parts, steps, offsets, strict=True)):
-        sum_at = SUM_AT if n_steps == 1 else HALF_SUMS_AT + 4 * i_step
-        products = integer_products(e, part, [e.at(x, 4 * (_N_QUADS // n_steps) * i_step) for x in digits], largest)
-        totals = [e.fma(offset, e.splat_float(x, sum_at, N_LANES), t) for x, t in zip(digits, totals, strict=True)]
-        totals = [
-            e.fma(product, step * e.splat_float(x, STEP_AT, N_LANES), t)
-            for x, t, product in zip(digits, totals, products, strict=True)
-        ]
-    return totals
+def _add_group(e, amounts, quads, scales, minima, digits, largest):
+    """Amounts of some tokens, and those of a group. Scales are as `products` takes them."""
+    n_totals, n_parts = len(amounts[0]) - bool(minima), max(1, len(scales))
+    totals, n_quads = [amount[:n_totals] for amount in amounts], _N_QUADS // n_parts
+    for i in range(n_parts):
+        part, part_digits = quads[n_quads * i :][:n_quads], [e.at(x, 4 * n_quads * i) for x in digits]
+        totals = integer_products.add(e, totals, part, part_digits, scales[i] if scales else None, largest)
+    rests = [amount[n_totals:] for amount in amounts]
+    for minimum, at in zip(minima, _SUMS_AT[len(minima)], strict=True):
+        rests = [[e.fma(minimum, e.splat_float(x, at, N_LANES), sum)] for (sum,), x in zip(rests, digits, strict=True)]
+    return [[*total, *rest] for total, rest in zip(totals, rests, strict=True)]
+
+
+def _add_block(e, total, amounts, n_scales, step, offset, digits):
+    """Total of a token, and what a block amounts to."""
+    totals, minima = (amounts[:-1], amounts[-1]) if n_scales else (amounts, e.splat_float(digits, SUM_AT, N_LANES))
+    product = integer_products.whole(e, totals) * e.splat_float(digits, STEP_AT, N_LANES)
+    return e.fma(product, step, e.fma(minima, offset, total))

@@ -76,6 +76,10 @@ class Vec:
     def __rshift__(self, other: Vec | int) -> Vec:
         return self._apply("lshr", other)
 
+    def at_once(self) -> Vec:
+        """The same, computed here."""
+        return Vec(self.builder, self.value)
+
     def to_float(self) -> Vec:
         """Signed integers as float32."""
         return self._then(lambda value: self.builder.sitofp(value, ir.VectorType(F32, value.type.count)))
@@ -128,6 +132,14 @@ class Emitter:
         return self.builder.bitcast(
             cgutils.alloca_once(self.builder, ir.ArrayType(ir.VectorType(F32, 16), n_floats // 16)), I8.as_pointer()
         )
+
+    def align_stack(self) -> None:
+        """Vectors that registers have no room for will lie within cache lines: LLVM aligns the stack for what must be
+        aligned, not for what it may put there later."""
+        line = cgutils.alloca_once(self.builder, ir.VectorType(F32, 16))
+        line.align = 64
+        type = ir.FunctionType(ir.VoidType(), [line.type])
+        self.builder.asm(type, "", "r", [line], True)
 
     # Scalars
 
@@ -294,6 +306,21 @@ class Emitter:
             offset = self.builder.shl(self.builder.extract_element(wide, const(lane, I32)), const(2))
             result = self.builder.insert_element(result, self.load(table, offset, F32), const(lane, I32))
         return self.vec(result)
+
+
+class Variables:
+    """Vectors that a loop changes, at first as given: on the stack; LLVM makes registers of them."""
+
+    def __init__(self, e: Emitter, values: Sequence[Vec]) -> None:
+        self.builder = e.builder
+        self.places = [cgutils.alloca_once_value(e.builder, value.value) for value in values]
+
+    def load(self) -> list[Vec]:
+        return [Vec(self.builder, self.builder.load(place)) for place in self.places]
+
+    def save(self, values: Sequence[Vec]) -> None:
+        for place, value in zip(self.places, values, strict=True):
+            self.builder.store(value.value, place)
 
 
 class Steps:

@@ -20,7 +20,7 @@ from numba.core import cgutils
 from overspill.gguf.types import TensorType
 from overspill.kernels.numba.decode import DECODERS
 from overspill.kernels.numba.decoder import SCRATCH_FLOATS
-from overspill.kernels.numba.emit import F32, I64, Emitter, Vec, const
+from overspill.kernels.numba.emit import F32, I64, Emitter, Variables, Vec, const
 from overspill.kernels.numba.jit import intrinsic
 from overspill.kernels.numba.native import c_function
 from overspill.kernels.numba.target import DOT_ROWS, DOT_TOKENS, LANES, SOURCE_DIGEST, TILE_ROWS, UNIT_ELEMENTS
@@ -101,7 +101,7 @@ def _emit_dot(e, decoder, n_tokens, rows, row_bytes, n_rows, n_units, ahead, xs,
     starts = _row_pointers(e, rows, row_bytes, n_rows, n_dot_rows)
     tokens = _token_pointers(e, xs, n_tokens)
     scratches = [e.scratch(SCRATCH_FLOATS) for _ in starts]
-    sums = _Sums(e, n_tokens * n_dot_rows)
+    sums = Variables(e, [e.zeros()] * (n_tokens * n_dot_rows))
     ahead = e.pointer(ahead)
     with cgutils.for_range(b, n_units) as units:
         for line in range(0, decoder.n_bytes * n_dot_rows, 64):
@@ -172,7 +172,7 @@ def _emit_tile(e, n_tokens, decoded, n_steps, xs, sums, products, is_first, is_l
     decoded, sums = e.pointer(decoded), e.pointer(sums)
     tokens = _token_pointers(e, xs, n_tokens)
     n_sums = n_tokens * TILE_ROWS
-    totals = _Sums(e, n_sums)
+    totals = Variables(e, [e.zeros()] * n_sums)
     with b.if_then(b.icmp_signed("==", is_first, const(0))):
         totals.save([e.floats(sums, 4 * LANES * i, 4 * LANES) for i in range(n_sums)])
     with cgutils.for_range(b, n_steps) as steps:
@@ -191,21 +191,6 @@ def _emit_tile(e, n_tokens, decoded, n_steps, xs, sums, products, is_first, is_l
         with not_last:
             for i, value in enumerate(totals.load()):
                 e.store(value, sums, 4 * LANES * i, 4 * LANES)
-
-
-class _Sums:
-    """Running sums as stack variables: LLVM makes registers of them."""
-
-    def __init__(self, e: Emitter, n: int) -> None:
-        self.e = e
-        self.variables = [cgutils.alloca_once_value(e.builder, e.zeros().value) for _ in range(n)]
-
-    def load(self) -> list[Vec]:
-        return [self.e.vec(self.e.builder.load(variable)) for variable in self.variables]
-
-    def save(self, values: list[Vec]) -> None:
-        for variable, value in zip(self.variables, values, strict=True):
-            self.e.builder.store(value.value, variable)
 
 
 def _element(e, decoder, i_unit, i_run):

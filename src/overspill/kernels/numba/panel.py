@@ -164,7 +164,7 @@ def _describe_row(type: TensorType, layout: Layout, n_elements: int) -> tuple[in
     row = (type.row_bytes(n_elements), n_units, decoder.n_elements, tail_bytes)
     if takes_digits(type):
         unpacker, none = UNPACKERS[type], (0,) * (len(DOT_TOKENS) + 1 + TILE_TOKENS)
-        tiles = (digit_tile_address(n, unpacker.n_steps, unpacker.largest) for n in DIGIT_TOKENS)
+        tiles = (digit_tile_address(n, unpacker.n_groups, unpacker.n_scales, unpacker.largest) for n in DIGIT_TOKENS)
         return (*row, *none, unpack_address(type, layout), *tiles, digit_dot_address(type, layout))
     assert layout == Layout.ROWS, "only products of integers read panels"
     dots = (dot_address(type, n) for n in DOT_TOKENS)
@@ -260,14 +260,13 @@ def _by_digits(matrix, part, tokens, then, scratch):
                 _call_digit_dot(matrix.digit_dot, (*piece, x, sums))
                 continue
             _call_unpack(matrix.unpack, (*piece, scratch))
-            n_groups = n_units * matrix.unit_elements // GROUP_ELEMENTS
-            _multiply_digits(matrix, first_group, n_groups, tokens, scratch)
+            _multiply_digits(matrix, first_group, n_units, tokens, scratch)
         for i in range(tokens.n):
             _finish(part, row, n, tokens, i, sums + 4 * N_LANES * i, then, scratch)
 
 
 @inner
-def _multiply_digits(matrix, first_group, n_groups, tokens, scratch):
+def _multiply_digits(matrix, first_group, n_units, tokens, scratch):
     """Add the products of an unpacked piece to the sums of all tokens."""
     pointers, first = scratch + _POINTERS, 0
     while first < tokens.n:
@@ -278,7 +277,7 @@ def _multiply_digits(matrix, first_group, n_groups, tokens, scratch):
             store_i64(pointers, i, load_i64(tokens.inputs, first + i))
         tile = (matrix.digit_tile1, matrix.digit_tile2, matrix.digit_tile4, matrix.digit_tile8)[kind]
         sums = scratch + _SUMS + 4 * N_LANES * first
-        _call_digit_tile(tile, (scratch, n_groups, pointers, first_group * GROUP_BYTES, sums))
+        _call_digit_tile(tile, (scratch, n_units, pointers, first_group * GROUP_BYTES, sums))
         first += n_tokens
 
 

@@ -47,8 +47,8 @@ DOT_TOKENS = (1, 2, 4, 8) if HAS_AVX512 else (1, 2, 4, 4)
 DOT_ROWS = (4, 4, 4, 2) if HAS_AVX512 else (2, 2, 2, 2)
 # Up to this many tokens, decoding in registers beats decoding into a scratch (measured; much the same for all types).
 MAX_DOT_TOKENS = 20 if HAS_AVX512 else 8
-# Tokens that share one pass over unpacked rows: three sums each, in 32 registers, or four in 16.
-DIGIT_TOKENS = (1, 2, 4, 8) if HAS_BYTE_PRODUCTS else (1, 2, 2, 2)
+# Tokens that share one pass over unpacked rows: three sums each, in 32 registers; 16 have room for those of one.
+DIGIT_TOKENS = (1, 2, 4, 8) if HAS_BYTE_PRODUCTS else (1, 1, 1, 1)
 # Tokens whose digits meet sixteen rows after sixteen rows: those of 2048 columns should fit in the second-level cache.
 DIGIT_BLOCK_TOKENS = 96 if HAS_BYTE_PRODUCTS else 32
 # What a thread takes of a matrix is a multiple of so many rows: whole tiles of every kernel.
