@@ -38,8 +38,13 @@ _N_QUADS = 8  # of four bytes, in a group
 _SUMS_AT = (), (SUM_AT,), (HALF_SUMS_AT, HALF_SUMS_AT + 4)
 
 
+def _scale_bytes(n_scales: int) -> int:
+    """Bytes of a group's scales and minima."""
+    return 2 * _VECTOR_BYTES * n_scales
+
+
 def _group_bytes(n_scales: int) -> int:
-    return _VECTOR_BYTES * (_N_QUADS + 2 * n_scales)
+    return _VECTOR_BYTES * _N_QUADS + _scale_bytes(n_scales)
 
 
 def _block_bytes(n_groups: int, n_scales: int) -> int:
@@ -113,37 +118,57 @@ def _tile(typing_context, n_tokens, n_groups, n_scales, largest, digest, argumen
 def _emit_unpack(e, type, layout, rows, row_bytes, n_rows, first_unit, n_units, ahead, out):
     """Blocks `first_unit ...` of sixteen rows, `PIECE_ELEMENTS` at most, to `out`."""
     out, unpacker = e.pointer(out), UNPACKERS[type]
-    n_bytes = _block_bytes(unpacker.n_groups, unpacker.n_scales)
+    n_groups, n_scales = unpacker.n_groups, unpacker.n_scales
     for i_unit, lanes, ahead_of in _UNITS[layout](e, type, rows, row_bytes, n_rows, first_unit, n_units, ahead):
-        target, block, n_stored = e.at(out, e.offset(i_unit, n_bytes)), unpacker.run(lanes), 0
-        for i_group, group in enumerate(block.groups):
-            _ask_for(e, ahead_of, i_group, unpacker.n_groups)
-            scales = [integer_products.scale(e, scale, group.times) for scale in group.scales]
-            vecs = [*group.quants, *scales, *(minimum.to_float() for minimum in group.minima)]
-            n_stored = _store_all(e, vecs, target, n_stored)
-        _store_all(e, [block.step, block.offset], target, n_stored)
+        target, block = e.at(out, e.offset(i_unit, _block_bytes(n_groups, n_scales))), unpacker.read(lanes)
+        for i_group, vecs in enumerate(_of_groups(e, block, n_scales)):
+            _store_all(e, vecs, target, i_group * _group_bytes(n_scales) + _VECTOR_BYTES * _N_QUADS)
+        _store_all(e, [block.step, block.offset], target, n_groups * _group_bytes(n_scales))
+        for i_group, quants in _runs(e, unpacker, block, ahead_of):
+            _store_all(e, quants, e.at(target, e.offset(i_group, _group_bytes(n_scales))), 0)
 
 
-def _store_all(e, vecs, target, first):
-    for i, vec in enumerate(vecs, first):
-        e.store(vec, target, _VECTOR_BYTES * i, _VECTOR_BYTES)
-    return first + len(vecs)
+def _of_groups(e, block, n_scales):
+    """For each group: scales as `products` takes them, minima as float32."""
+    for i in range(0, len(block.scales), max(1, n_scales)):
+        scales = [integer_products.scale(e, scale) for scale in block.scales[i : i + n_scales]]
+        yield [*scales, *(minimum.to_float() for minimum in block.minima[i : i + n_scales])]
+
+
+def _store_all(e, vecs, target, first_byte):
+    for i, vec in enumerate(vecs):
+        e.store(vec, target, first_byte + _VECTOR_BYTES * i, _VECTOR_BYTES)
+
+
+def _runs(e, unpacker, block, ahead):
+    """Yields index and quants of some groups, in a loop for all of them; and asks for what lies ahead."""
+    n_runs, n_each = unpacker.n_runs, unpacker.n_groups // unpacker.n_runs
+    with cgutils.for_range(e.builder, const(n_runs)) as runs:
+        for i, quants in enumerate(block.quants(runs.index)):
+            _ask_for(e, ahead, runs.index, n_runs, i, n_each)
+            yield e.offset(runs.index, n_each, i), quants
 
 
 def _emit_dot(e, type, layout, rows, row_bytes, n_rows, first_unit, n_units, ahead, x, sums):
     """The same blocks times the digits of one token at `x`, added to `sums`, `[16]`."""
     x, sums, unpacker = e.pointer(x), e.pointer(sums), UNPACKERS[type]
     e.align_stack()
+    n_groups, n_scales = unpacker.n_groups, unpacker.n_scales
+    kept = Variables(e, _nothing(e, n_scales))
+    n_bytes = _scale_bytes(n_scales)
+    table = e.scratch(n_groups * n_bytes // 4)
     for i_unit, lanes, ahead_of in _UNITS[layout](e, type, rows, row_bytes, n_rows, first_unit, n_units, ahead):
-        digits, block = e.at(x, e.offset(i_unit, GROUP_BYTES * unpacker.n_groups)), unpacker.run(lanes)
-        total, amounts = e.floats(sums, 0, _VECTOR_BYTES, N_LANES), [_nothing(e, unpacker.n_scales)]
-        for i_group, group in enumerate(block.groups):
-            _ask_for(e, ahead_of, i_group, unpacker.n_groups)
-            scales = [integer_products.scale(e, scale, group.times) for scale in group.scales]
-            minima = [minimum.to_float() for minimum in group.minima]
-            x_group = [e.at(digits, GROUP_BYTES * i_group)]
-            amounts = _add_group(e, amounts, group.quants, scales, minima, x_group, unpacker.largest)
-        total = _add_block(e, total, amounts[0], unpacker.n_scales, block.step, block.offset, digits)
+        digits, block = e.at(x, e.offset(i_unit, GROUP_BYTES * n_groups)), unpacker.read(lanes)
+        for i_group, vecs in enumerate(_of_groups(e, block, n_scales)):
+            _store_all(e, vecs, table, i_group * n_bytes)
+        kept.save(_nothing(e, n_scales))
+        for i_group, quants in _runs(e, unpacker, block, ahead_of):
+            scales, minima = _stored_scales(e, e.at(table, e.offset(i_group, n_bytes)), n_scales)
+            x_group = [e.at(digits, e.offset(i_group, GROUP_BYTES))]
+            (amounts,) = _add_group(e, [kept.load()], quants, scales, minima, x_group, unpacker.largest)
+            kept.save(amounts)
+        total = e.floats(sums, 0, _VECTOR_BYTES, N_LANES)
+        total = _add_block(e, total, kept.load(), n_scales, block.step, block.offset, digits)
         e.store(total, sums, 0, _VECTOR_BYTES)
 
 
@@ -181,14 +206,17 @@ class _Ahead(NamedTuple):
     n_bytes: int
 
 
-def _ask_for(e, ahead, i_group, n_groups):
+def _ask_for(e, ahead, i_run, n_runs, i_group, n_groups):
     """A group's share: more lines at once than the CPU can wait for would hold up what is read meanwhile.
 
     They go to the second-level cache, as sixteen long rows would not last in the first.
     """
-    lines = range(0, ahead.n_bytes, _VECTOR_BYTES)
+    lines = range(0, -(-ahead.n_bytes // n_runs), _VECTOR_BYTES)
+    start = e.at(
+        ahead.pointer, e.builder.add(e.offset(ahead.i_unit, ahead.n_bytes), e.offset(i_run, len(lines) * _VECTOR_BYTES))
+    )
     for line in lines[len(lines) * i_group // n_groups : len(lines) * (i_group + 1) // n_groups]:
-        e.prefetch(ahead.pointer, e.offset(ahead.i_unit, ahead.n_bytes, line), cache=2)
+        e.prefetch(start, line, cache=2)
 
 
 _UNITS = {Layout.ROWS: _units_of_rows, Layout.PANELS: _units_of_panels}
@@ -250,10 +278,15 @@ def _emit_tile(e, n_tokens, n_groups, n_scales, largest, unpacked, n_blocks, xs,
 
 def _stored_group(e, pointer, n_scales):
     """Quads, scales, minima."""
-    quads, scale = [ir.VectorType(I16, 2 * N_LANES)] * _N_QUADS, integer_products.SCALE
-    kinds = [*quads, *[scale] * n_scales, *[ir.VectorType(F32, N_LANES)] * n_scales]
-    late = [_late(e, pointer, _VECTOR_BYTES * i, kind) for i, kind in enumerate(kinds)]
-    return late[:_N_QUADS], late[_N_QUADS : _N_QUADS + n_scales], late[_N_QUADS + n_scales :]
+    type = ir.VectorType(I16, 2 * N_LANES)
+    quads = [_late(e, pointer, _VECTOR_BYTES * i, type) for i in range(_N_QUADS)]
+    return quads, *_stored_scales(e, e.at(pointer, _VECTOR_BYTES * _N_QUADS), n_scales)
+
+
+def _stored_scales(e, pointer, n_scales):
+    scales = [_late(e, pointer, _VECTOR_BYTES * i, integer_products.SCALE) for i in range(n_scales)]
+    floats = ir.VectorType(F32, N_LANES)
+    return scales, [_late(e, pointer, _VECTOR_BYTES * i, floats) for i in range(n_scales, 2 * n_scales)]
 
 
 def _late(e, pointer, offset, type):

@@ -76,6 +76,16 @@ class Vec:
     def __rshift__(self, other: Vec | int) -> Vec:
         return self._apply("lshr", other)
 
+    def shifted_right(self, n_bits: ir.Value) -> Vec:
+        """All lanes by as many bits, an int64 known at run time."""
+
+        def shift(value: ir.Value) -> ir.Value:
+            b, type = self.builder, value.type
+            first = b.insert_element(ir.Constant(type, ir.Undefined), b.trunc(n_bits, type.element), const(0, I32))
+            return b.lshr(value, b.shuffle_vector(first, first, const_vec(I32, [0] * type.count)))
+
+        return self._then(shift)
+
     def at_once(self) -> Vec:
         """The same, computed here."""
         return Vec(self.builder, self.value)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import Self
 
 from llvmlite import ir
 
@@ -33,6 +34,10 @@ class Lanes(ABC):
 
     def __init__(self, e: Emitter) -> None:
         self.e = e
+
+    @abstractmethod
+    def moved(self, index: ir.Value, n_bytes: int) -> Self:
+        """Lanes whose offsets begin `index` times so many bytes, whole words, later in the unit."""
 
     @abstractmethod
     def quads(self, offset: int, n_bytes: int = 16) -> list[Vec]:
@@ -86,7 +91,10 @@ class PanelLanes(Lanes):
     def __init__(self, e: Emitter, unit: ir.Value, type: TensorType) -> None:
         super().__init__(e)
         self.unit = unit
-        self.fields = fields_of(type)
+        self.type = type
+
+    def moved(self, index: ir.Value, n_bytes: int) -> PanelLanes:
+        return PanelLanes(self.e, self.e.at(self.unit, self.e.offset(index, N_LANES * n_bytes)), self.type)
 
     def quads(self, offset: int, n_bytes: int = 16) -> list[Vec]:
         return [self._late_words(at) for at in range(offset, offset + n_bytes, 4)]
@@ -105,7 +113,7 @@ class PanelLanes(Lanes):
 
     def _numbers(self, offset: int, width: int) -> Vec:
         """Numbers of a field, or parts of a field's numbers."""
-        (field,) = (field for field in self.fields if field.first <= offset < field.last)
+        (field,) = (field for field in fields_of(self.type) if field.first <= offset < field.last)
         before = (offset - field.first) % field.width
         type = ir.VectorType(ir.IntType(8 * field.width), N_LANES)
         numbers = self.e.load(self.unit, N_LANES * (offset - before), type)
@@ -120,6 +128,10 @@ class RowLanes(Lanes):
     def __init__(self, e: Emitter, units: Sequence[ir.Value]) -> None:
         super().__init__(e)
         self.units = units
+
+    def moved(self, index: ir.Value, n_bytes: int) -> RowLanes:
+        offset = self.e.offset(index, n_bytes)
+        return RowLanes(self.e, [self.e.at(unit, offset) for unit in self.units])
 
     def quads(self, offset: int, n_bytes: int = 16) -> list[Vec]:
         return [vec for at in range(0, n_bytes, 16) for vec in self._quads16(offset + at)]

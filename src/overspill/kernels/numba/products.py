@@ -40,9 +40,9 @@ class ByFours:
         return [e.vec(const_vec(F32, [0.0] * N_LANES))]
 
     @staticmethod
-    def scale(e: Emitter, scale: Vec, times: int) -> Vec:
-        """Scales of numbers that are so many times as large, as `add` takes them: 64 bytes, `SCALE`."""
-        return scale.to_float() * (1 / times) if times > 1 else scale.to_float()
+    def scale(e: Emitter, scale: Vec) -> Vec:
+        """Scales as `add` takes them: 64 bytes, `SCALE`."""
+        return scale if scale.is_float else scale.to_float()
 
     @staticmethod
     def add(
@@ -89,9 +89,8 @@ class ByPairs:
         return [e.vec(const_vec(I32, [0] * (N_LANES // 2)))] * 2 * (N_DIGITS if has_scales else N_DIGITS - 1)
 
     @staticmethod
-    def scale(e: Emitter, scale: Vec, times: int) -> Vec:
+    def scale(e: Emitter, scale: Vec) -> Vec:
         """In both words of a lane."""
-        assert times == 1
         words = scale.as_shorts()
         return e.shuffle(words, words, [lane - lane % 2 for lane in range(2 * N_LANES)])
 

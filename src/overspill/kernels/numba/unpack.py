@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from llvmlite import ir
+
 from overspill.gguf.types import TensorType
 from overspill.kernels.numba.emit import I32, Vec, const_vec
 from overspill.kernels.numba.lanes import N_LANES, Lanes
@@ -21,32 +23,36 @@ from overspill.quant.codebooks import FP4_VALUES, IQ4_VALUES
 _LOW, _HIGH, _TWO_BITS, _ONE_BIT, _SIGN = 0x0F0F, -0x0F10, 0x0303, 0x0101, -0x7F80
 
 
-class Group(NamedTuple):
-    """32 values of every row: 8 vectors of bytes (as 16-bit integers), `times` as large as they should be; scales and
-    minima as int32, one of each or two for the halves, or none where they would be 1."""
-
-    quants: Sequence[Vec]
-    scales: Sequence[Vec] = ()
-    minima: Sequence[Vec] = ()
-    times: int = 1
+Quants = Sequence[Vec]
+"""32 values of every row: 8 vectors of bytes (as 16-bit integers)."""
 
 
 class Block(NamedTuple):
-    """A block of every row. step, offset: float32. Its groups are emitted one after the other."""
+    """A block of every row. step, offset: float32. quants: of the groups of a run, whose index is an int64.
+
+    scales, minima: int32, of all groups, one or two of each; none where they would be 1. A scale of float32 is for
+    quants that are larger than they should be.
+    """
 
     step: Vec
     offset: Vec
-    groups: Iterable[Group]
+    quants: Callable[[ir.Value], Iterable[Quants]]
+    scales: Sequence[Vec] = ()
+    minima: Sequence[Vec] = ()
 
 
 @dataclass(frozen=True)
 class Unpacker:
-    """How to read a block of `n_elements` values. largest: a byte may be; n_scales: of a group."""
+    """How to read a block of `n_elements` values. largest: a byte may be; n_scales: of a group.
+
+    n_runs: the code for some groups serves others as well, as that of a whole block would not stay decoded in the CPU.
+    """
 
     n_elements: int
-    run: Callable[[Lanes], Block]
+    read: Callable[[Lanes], Block]
     largest: int
     n_scales: int = 0
+    n_runs: int = 1
 
     @property
     def n_groups(self) -> int:
@@ -62,24 +68,26 @@ def _nibbles(raw: Sequence[Vec]) -> list[Vec]:
     return [q & _LOW for q in raw] + [q >> 4 & _LOW for q in raw]
 
 
-def _biased(step: Vec, bias: float, groups: Iterable[Group]) -> Block:
-    """step * scale * (q + bias); minima are as scales."""
-    return Block(step, step * bias, groups)
+def _biased(
+    step: Vec, bias: float, quants: Callable[[ir.Value], Iterable[Quants]], scales: Sequence[Vec] = ()
+) -> Block:
+    """step * scale * (q + bias)."""
+    return Block(step, step * bias, quants, scales, scales)
 
 
 # --- One group
 
 
 def _q8_0(rows: Lanes) -> Block:
-    return _biased(rows.halves(0), -128.0, [Group([q ^ _SIGN for q in _pairs(rows, 2, 32)])])
+    return _biased(rows.halves(0), -128.0, lambda run: [[q ^ _SIGN for q in _pairs(rows, 2, 32)]])
 
 
 def _q4_0(rows: Lanes) -> Block:
-    return _biased(rows.halves(0), -8.0, [Group(_nibbles(_pairs(rows, 2)))])
+    return _biased(rows.halves(0), -8.0, lambda run: [_nibbles(_pairs(rows, 2))])
 
 
 def _q4_1(rows: Lanes) -> Block:
-    return Block(rows.halves(0), rows.halves(2), [Group(_nibbles(_pairs(rows, 4)))])
+    return Block(rows.halves(0), rows.halves(2), lambda run: [_nibbles(_pairs(rows, 4))])
 
 
 def _fifth_bits(rows: Lanes, offset: int) -> list[Vec]:
@@ -88,22 +96,26 @@ def _fifth_bits(rows: Lanes, offset: int) -> list[Vec]:
     return [((bits >> 4 * i & 15) * 0x00204081 & 0x01010101).as_shorts() << 4 for i in range(8)]
 
 
+def _five_bits(rows: Lanes, offset: int) -> Quants:
+    """Fifth bits, then nibbles."""
+    nibbles, fifths = _nibbles(_pairs(rows, offset + 4)), _fifth_bits(rows, offset)
+    return [q | high for q, high in zip(nibbles, fifths, strict=True)]
+
+
 def _q5_0(rows: Lanes) -> Block:
-    quants = [q | high for q, high in zip(_nibbles(_pairs(rows, 6)), _fifth_bits(rows, 2), strict=True)]
-    return _biased(rows.halves(0), -16.0, [Group(quants)])
+    return _biased(rows.halves(0), -16.0, lambda run: [_five_bits(rows, 2)])
 
 
 def _q5_1(rows: Lanes) -> Block:
-    quants = [q | high for q, high in zip(_nibbles(_pairs(rows, 8)), _fifth_bits(rows, 4), strict=True)]
-    return Block(rows.halves(0), rows.halves(2), [Group(quants)])
+    return Block(rows.halves(0), rows.halves(2), lambda run: [_five_bits(rows, 4)])
 
 
 def _iq4_nl(rows: Lanes) -> Block:
-    return _biased(rows.halves(0), -128.0, [Group([_iq4(rows, q) for q in _nibbles(_pairs(rows, 2))])])
+    return _biased(rows.halves(0), -128.0, lambda run: [_iq4(rows, 2)])
 
 
-def _iq4(rows: Lanes, index: Vec) -> Vec:
-    return rows.looked_up([value + 128 for value in IQ4_VALUES], index)
+def _iq4(rows: Lanes, offset: int) -> Quants:
+    return [rows.looked_up([value + 128 for value in IQ4_VALUES], q) for q in _nibbles(_pairs(rows, offset))]
 
 
 def _mxfp4(rows: Lanes) -> Block:
@@ -111,21 +123,25 @@ def _mxfp4(rows: Lanes) -> Block:
     is_tiny = e.builder.icmp_unsigned("<", exponent.value, const_vec(I32, [2] * N_LANES))
     tiny = e.vec(e.builder.shl(const_vec(I32, [0x00200000] * N_LANES), (exponent & 1).value))
     step = e.select(is_tiny, tiny, exponent - 1 << 23).as_float()
-    quants = [rows.looked_up([value + 12 for value in FP4_VALUES], q) for q in _nibbles(_pairs(rows, 1))]
-    return _biased(step, -12.0, [Group(quants)])
+
+    def quants(run: ir.Value) -> Iterator[Quants]:
+        yield [rows.looked_up([value + 12 for value in FP4_VALUES], q) for q in _nibbles(_pairs(rows, 1))]
+
+    return _biased(step, -12.0, quants)
 
 
 # --- Super-blocks of 256
 
 
-def _scales_and_minima(second: Vec, third: Vec, fourth: Vec) -> Iterator[tuple[list[Vec], list[Vec]]]:
-    """Q4_K, Q5_K: scale and minimum of each group, from 6-bit fields: in bytes, four groups at a time."""
+def _scales_and_minima(second: Vec, third: Vec, fourth: Vec) -> tuple[list[Vec], list[Vec]]:
+    """Q4_K, Q5_K: from 6-bit fields, by way of bytes, of four groups at a time."""
     scales = second & 0x3F3F3F3F, fourth & 0x0F0F0F0F | second >> 2 & 0x30303030
     minima = third & 0x3F3F3F3F, fourth >> 4 & 0x0F0F0F0F | third >> 2 & 0x30303030
-    fours = [(scale.at_once(), minimum.at_once()) for scale, minimum in zip(scales, minima, strict=True)]
-    for i in range(8):
-        scale, minimum = (four >> 8 * (i % 4) & 255 for four in fours[i // 4])
-        yield [scale], [minimum]
+    return _bytes_of(scales), _bytes_of(minima)
+
+
+def _bytes_of(words: Iterable[Vec]) -> list[Vec]:
+    return [word >> 8 * i & 255 for word in [word.at_once() for word in words] for i in range(4)]
 
 
 def _two_halves(both: Vec, rows: Lanes) -> tuple[Vec, Vec]:
@@ -135,80 +151,68 @@ def _two_halves(both: Vec, rows: Lanes) -> tuple[Vec, Vec]:
 
 def _q4_k(rows: Lanes) -> Block:
     both, *words = rows.quads(0)
-    return Block(*_two_halves(both, rows), _q4_k_groups(rows, words))
+    scales, minima = _scales_and_minima(*words)
+    if HAS_BYTE_PRODUCTS:
+        scales[1::2] = [scale.to_float() * 0.0625 for scale in scales[1::2]]
 
+    def quants(run: ir.Value) -> Iterator[Quants]:
+        raw = _pairs(rows.moved(run, 32), 16, 32)
+        yield [q & _LOW for q in raw]
+        yield [q & _HIGH if HAS_BYTE_PRODUCTS else q >> 4 & _LOW for q in raw]
 
-def _q4_k_groups(rows: Lanes, words: Sequence[Vec]) -> Iterator[Group]:
-    scales = _scales_and_minima(*words)
-    for run in range(4):
-        raw = _pairs(rows, 16 + 32 * run, 32)
-        yield Group([q & _LOW for q in raw], *next(scales))
-        if HAS_BYTE_PRODUCTS:
-            yield Group([q & _HIGH for q in raw], *next(scales), times=16)
-        else:
-            yield Group([q >> 4 & _LOW for q in raw], *next(scales))
+    return Block(*_two_halves(both, rows), quants, scales, minima)
 
 
 def _q5_k(rows: Lanes) -> Block:
     both, *words = rows.quads(0)
-    return Block(*_two_halves(both, rows), _q5_k_groups(rows, words))
 
-
-def _q5_k_groups(rows: Lanes, words: Sequence[Vec]) -> Iterator[Group]:
-    high, scales = _pairs(rows, 16, 32), _scales_and_minima(*words)
-    for run in range(4):
-        nibbles = _nibbles(_pairs(rows, 48 + 32 * run, 32))
+    def quants(run: ir.Value) -> Iterator[Quants]:
+        high, nibbles = _pairs(rows, 16, 32), _nibbles(_pairs(rows.moved(run, 32), 48, 32))
         for i, half in enumerate((nibbles[:8], nibbles[8:])):
-            quants = [q | (h >> 2 * run + i & _ONE_BIT) << 4 for q, h in zip(half, high, strict=True)]
-            yield Group(quants, *next(scales))
+            n_bits = rows.e.offset(run, 2, i)
+            yield [q | (h.shifted_right(n_bits) & _ONE_BIT) << 4 for q, h in zip(half, high, strict=True)]
+
+    return Block(*_two_halves(both, rows), quants, *_scales_and_minima(*words))
 
 
 def _q6_k(rows: Lanes) -> Block:
-    return _biased(rows.halves(208), -32.0, _q6_k_groups(rows))
-
-
-def _q6_k_groups(rows: Lanes) -> Iterator[Group]:
     packed = rows.quads(192)
-    for half in range(2):
-        low, high = _pairs(rows, 64 * half, 64), _pairs(rows, 128 + 32 * half, 32)
-        for quarter in range(4):
-            nibbles = low[8 * (quarter % 2) :][:8]
-            nibbles = [(q >> 4 if quarter >= 2 else q) & _LOW for q in nibbles]
-            quants = [q | (h >> 2 * quarter & _TWO_BITS) << 4 for q, h in zip(nibbles, high, strict=True)]
-            i_scale = 8 * half + 2 * quarter
-            scales = [rows.signed_byte(packed[i // 4], i % 4) for i in (i_scale, i_scale + 1)]
-            yield Group(quants, scales, scales)
+
+    def quants(run: ir.Value) -> Iterator[Quants]:
+        low, high = _pairs(rows.moved(run, 64), 0, 64), _pairs(rows.moved(run, 32), 128, 32)
+        for i in range(4):
+            nibbles = [(q >> 4 if i >= 2 else q) & _LOW for q in low[8 * (i % 2) :][:8]]
+            yield [q | (h >> 2 * i & _TWO_BITS) << 4 for q, h in zip(nibbles, high, strict=True)]
+
+    return _biased(rows.halves(208), -32.0, quants, [rows.signed_byte(word, i) for word in packed for i in range(4)])
 
 
-def _two_bits(rows: Lanes, offset: int) -> Iterator[list[Vec]]:
-    """8 groups: per 32 bytes, four fields of 2 bits, field-major."""
-    for half in range(2):
-        raw = _pairs(rows, offset + 32 * half, 32)
-        yield from ([q >> 2 * i & _TWO_BITS for q in raw] for i in range(4))
+def _two_bits(rows: Lanes, offset: int) -> Iterator[Quants]:
+    """Four groups: four fields of 2 bits in 32 bytes, field-major."""
+    raw = _pairs(rows, offset, 32)
+    yield from ([q >> 2 * i & _TWO_BITS for q in raw] for i in range(4))
 
 
 def _q2_k(rows: Lanes) -> Block:
-    return Block(*_two_halves(rows.words(80), rows), _q2_k_groups(rows))
-
-
-def _q2_k_groups(rows: Lanes) -> Iterator[Group]:
-    words = rows.quads(0)
-    for i, quants in enumerate(_two_bits(rows, 16)):
-        packed = [words[j // 4] >> 8 * (j % 4) for j in (2 * i, 2 * i + 1)]
-        yield Group(quants, [both & 15 for both in packed], [both >> 4 & 15 for both in packed])
+    pairs = [word >> 8 * i for word in rows.quads(0) for i in range(4)]
+    return Block(
+        *_two_halves(rows.words(80), rows),
+        quants=lambda run: _two_bits(rows.moved(run, 32), 16),
+        scales=[pair & 15 for pair in pairs],
+        minima=[pair >> 4 & 15 for pair in pairs],
+    )
 
 
 def _q3_k(rows: Lanes) -> Block:
-    return _biased(rows.halves(108), -4.0, _q3_k_groups(rows))
-
-
-def _q3_k_groups(rows: Lanes) -> Iterator[Group]:
-    high = _pairs(rows, 0, 32)
     words = [rows.words(96), rows.words(100), rows.words(104)]
-    for i, quants in enumerate(_two_bits(rows, 32)):
-        quants = [q | (h >> i & _ONE_BIT) << 2 for q, h in zip(quants, high, strict=True)]
-        scales = [_six_bits(words, j) - 32 for j in (2 * i, 2 * i + 1)]
-        yield Group(quants, scales, scales)
+
+    def quants(run: ir.Value) -> Iterator[Quants]:
+        high = _pairs(rows, 0, 32)
+        for i, low in enumerate(_two_bits(rows.moved(run, 32), 32)):
+            n_bits = rows.e.offset(run, 4, i)
+            yield [q | (h.shifted_right(n_bits) & _ONE_BIT) << 2 for q, h in zip(low, high, strict=True)]
+
+    return _biased(rows.halves(108), -4.0, quants, [_six_bits(words, i) - 32 for i in range(16)])
 
 
 def _six_bits(words: Sequence[Vec], j: int) -> Vec:
@@ -218,14 +222,9 @@ def _six_bits(words: Sequence[Vec], j: int) -> Vec:
 
 
 def _iq4_xs(rows: Lanes) -> Block:
-    return _biased(rows.halves(0), -128.0, _iq4_xs_groups(rows))
-
-
-def _iq4_xs_groups(rows: Lanes) -> Iterator[Group]:
     high, low = rows.shorts(2), rows.words(4)
-    for i in range(8):
-        scales = [(low >> 4 * i & 15 | (high >> 2 * i & 3) << 4) - 32]
-        yield Group([_iq4(rows, q) for q in _nibbles(_pairs(rows, 8 + 16 * i))], scales, scales)
+    scales = [(low >> 4 * i & 15 | (high >> 2 * i & 3) << 4) - 32 for i in range(8)]
+    return _biased(rows.halves(0), -128.0, lambda run: (_iq4(rows.moved(run, 32), at) for at in (8, 24)), scales)
 
 
 _T = TensorType
@@ -237,10 +236,10 @@ UNPACKERS: dict[TensorType, Unpacker] = {
     _T.Q5_1: Unpacker(32, _q5_1, 31),
     _T.IQ4_NL: Unpacker(32, _iq4_nl, 241),
     _T.MXFP4: Unpacker(32, _mxfp4, 24),
-    _T.Q2_K: Unpacker(256, _q2_k, 3, 2),
-    _T.Q3_K: Unpacker(256, _q3_k, 7, 2),
-    _T.Q4_K: Unpacker(256, _q4_k, 15, 1),
-    _T.Q5_K: Unpacker(256, _q5_k, 31, 1),
-    _T.Q6_K: Unpacker(256, _q6_k, 63, 2),
-    _T.IQ4_XS: Unpacker(256, _iq4_xs, 241, 1),
+    _T.Q2_K: Unpacker(256, _q2_k, 3, 2, 2),
+    _T.Q3_K: Unpacker(256, _q3_k, 7, 2, 2),
+    _T.Q4_K: Unpacker(256, _q4_k, 15, 1, 4),
+    _T.Q5_K: Unpacker(256, _q5_k, 31, 1, 4),
+    _T.Q6_K: Unpacker(256, _q6_k, 63, 2, 2),
+    _T.IQ4_XS: Unpacker(256, _iq4_xs, 241, 1, 4),
 }
