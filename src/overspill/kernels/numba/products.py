@@ -108,7 +108,8 @@ class ByPairs:
         found = list[Totals]()
         for total, x in zip(totals, digits, strict=True):
             for first in range(0, len(quads), n_fitting):
-                total, sums = _pinned(e, total), list[Vec]()
+                total = _pinned(e, total) if scale or first else total
+                sums = list[Vec]()
                 for i in range(first, min(first + n_fitting, len(quads))):
                     sums = _pinned(e, sums) if sums else sums
                     sums = _added(sums, _pair_products(e, quads[i], x, i))
