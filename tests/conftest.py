@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from unittest.mock import patch
 
 import pytest
 
 from tests.helpers.guards import guarded
-from tests.helpers.rates import measured_once
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -28,10 +26,4 @@ def _what_is_there_is_no_garbage() -> None:
 @pytest.fixture(autouse=True, scope="module")
 def _memory_of_kernels_is_guarded() -> Iterator[None]:
     with guarded():
-        yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _plans_are_those_of_one_machine() -> Iterator[None]:
-    with patch("overspill.hardware.measure", measured_once):
         yield

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from overspill import LLM, SamplingParams
+from overspill.device.topology import Rates
 from overspill.engine.request import DoneEvent, TokenEvent
 from overspill.gguf.source import ModelSource
 from overspill.pipeline.steps import StepRunner
@@ -23,6 +24,8 @@ from tests.models.fixtures import Case
 OPTIONS: dict[str, Any] = {
     "devices": "virtual:2", "cpu_moe": True, "policy": "spread", "n_ctx": 128, "n_ubatch": 32, "n_wave": 64,
 }  # fmt: skip
+# Of two cores that nothing else uses: what is gained as a step does not depend on what runs beside the tests.
+RATES = Rates((6.0,) * 2, 6.5, 7.0, (0.0025,) * 2, (0.14,) * 2, cpu_gbps=0.5, cpu_gflops=5.0, call_us=45.0)
 NEEDS = KernelNeeds(n_spread_tokens=32, takes_steps=True, n_trials=1)
 
 
@@ -38,6 +41,7 @@ def opened(source: ModelSource, **options: object) -> Iterator[tuple[LLM, list[i
 
     with (
         recording(),
+        patch("overspill.hardware.measure", lambda devices, sample: RATES),
         patch("overspill.llm.needs_on", lambda *_: lambda n: NEEDS),
         patch("overspill.llm.ops_for", lambda devices: lambda device: STEP_OPS),
         patch("overspill.llm.with_rates", lambda plan, *_: plan),
