@@ -63,6 +63,17 @@ def test_products_have_the_same_bits(type: TensorType, n_tokens: int) -> None:
     assert torch.equal(matmul(x, panels(source)), matmul(x, source))
 
 
+@pytest.mark.parametrize("type", READ_TYPES, ids=lambda t: t.name)
+@pytest.mark.parametrize("n_tokens", [1, 3])
+def test_one_activation_much_larger_than_the_others(type: TensorType, n_tokens: int) -> None:
+    """They share a power of two with it."""
+    source = random_weight(type, (80, 512))
+    x = torch.randn(n_tokens, 512, generator=torch.Generator().manual_seed(n_tokens))
+    x[:, 7] *= 300
+    expected = x.double() @ dequantize(source).double().T
+    assert (matmul(x, panels(source)) - expected).norm() < 1e-5 * expected.norm()
+
+
 # Where the numbers of a block are, and the byte that makes them largest.
 NUMBERS = {
     TensorType.Q8_0: (slice(2, 34), 0x7F),

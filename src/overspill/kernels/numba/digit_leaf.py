@@ -25,7 +25,7 @@ from overspill.kernels.numba.emit import F32, I8, I16, I64, Emitter, LateVec, Va
 from overspill.kernels.numba.jit import intrinsic
 from overspill.kernels.numba.lanes import N_LANES, Layout, PanelLanes, RowLanes
 from overspill.kernels.numba.native import c_function
-from overspill.kernels.numba.products import integer_products
+from overspill.kernels.numba.products import Part, integer_products
 from overspill.kernels.numba.target import SOURCE_DIGEST
 from overspill.kernels.numba.unpack import UNPACKERS
 
@@ -298,8 +298,8 @@ def _add_group(e, amounts, quads, scales, minima, digits, largest):
     n_totals, n_parts = len(amounts[0]) - bool(minima), max(1, len(scales))
     totals, n_quads = [amount[:n_totals] for amount in amounts], _N_QUADS // n_parts
     for i in range(n_parts):
-        part, part_digits = quads[n_quads * i :][:n_quads], [e.at(x, 4 * n_quads * i) for x in digits]
-        totals = integer_products.add(e, totals, part, part_digits, scales[i] if scales else None, largest)
+        part = Part(quads[n_quads * i :][:n_quads], scales[i] if scales else None, largest)
+        totals = integer_products.add(e, totals, part, [e.at(x, 4 * n_quads * i) for x in digits])
     rests = [amount[n_totals:] for amount in amounts]
     for minimum, at in zip(minima, _SUMS_AT[len(minima)], strict=True):
         rests = [[e.fma(minimum, e.splat_float(x, at, N_LANES), sum)] for (sum,), x in zip(rests, digits, strict=True)]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
-from typing import Final
+from typing import Final, NamedTuple
 
 from llvmlite import ir
 
@@ -27,6 +27,14 @@ _BYTES = ir.VectorType(I8, 2 * N_LANES)
 
 
 Totals = Sequence[Vec]
+
+
+class Part(NamedTuple):
+    """Quads, `largest` at most, that share a scale, if there are scales."""
+
+    quads: Sequence[Vec]
+    scale: Vec | None
+    largest: int
 
 
 class ByFours:
@@ -45,19 +53,12 @@ class ByFours:
         return scale if scale.is_float else scale.to_float()
 
     @staticmethod
-    def add(
-        e: Emitter,
-        totals: Sequence[Totals],
-        quads: Sequence[Vec],
-        digits: Sequence[ir.Value],
-        scale: Vec | None,
-        largest: int,
-    ) -> list[Totals]:
-        """Totals of some tokens, and quads, `largest` at most, times their digits and the scale."""
+    def add(e: Emitter, totals: Sequence[Totals], part: Part, digits: Sequence[ir.Value]) -> list[Totals]:
+        """Totals of some tokens, and the quads times their digits and the scale."""
         type = ir.VectorType(I32, N_LANES)
         function = e.intrinsic("llvm.x86.avx512.vpdpbusd.512", type, [type] * 3)
         sums: list[list[ir.Value]] = [[const_vec(I32, [0] * N_LANES)] * N_DIGITS for _ in digits]
-        for i, quad in enumerate(quads):
+        for i, quad in enumerate(part.quads):
             weights = e.builder.bitcast(quad.value, type)
             for i_token, x in enumerate(digits):
                 sums[i_token] = [
@@ -68,7 +69,7 @@ class ByFours:
         for total, (high, middle, low) in zip(totals, sums, strict=True):
             upper = (e.vec(high) << DIGIT_BITS) + e.vec(middle)
             sum = _joined(e, upper.to_float(), e.vec(low).to_float())
-            found.append([e.fma(sum, scale, total[0]) if scale else sum + total[0]])
+            found.append([e.fma(sum, part.scale, total[0]) if part.scale else sum + total[0]])
         return found
 
     @staticmethod
@@ -95,15 +96,9 @@ class ByPairs:
         return e.shuffle(words, words, [lane - lane % 2 for lane in range(2 * N_LANES)])
 
     @staticmethod
-    def add(
-        e: Emitter,
-        totals: Sequence[Totals],
-        quads: Sequence[Vec],
-        digits: Sequence[ir.Value],
-        scale: Vec | None,
-        largest: int,
-    ) -> list[Totals]:
+    def add(e: Emitter, totals: Sequence[Totals], part: Part, digits: Sequence[ir.Value]) -> list[Totals]:
         """The same."""
+        quads, scale, largest = part
         n_fitting = min(len(quads), 0x7FFF // (2 * largest << DIGIT_BITS - 1))
         found = list[Totals]()
         for total, x in zip(totals, digits, strict=True):
