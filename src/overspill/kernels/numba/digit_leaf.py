@@ -1,8 +1,8 @@
 """The compiled inner loops of the integer path: weights as integers times activations as digits (see `products`).
 
-unpack  turns sixteen rows of a type into quads, steps and offsets, transposed so that a lane is a row.
+unpack  turns sixteen rows of a type into quads and what scales them, transposed so that a lane is a row.
 tile    multiplies them with a few tokens at once; the sums are exact integers.
-dot     does both for one token, with nothing stored in between.
+dot     does both for one token, with no quads stored in between.
 
 The sums of a block become float32, times the steps of both sides, and are added block after block: one order for any
 number of tokens or rows. Types for which the CPU lacks the instructions are done by `leaf` in float32.

@@ -80,9 +80,8 @@ class Vec:
         """All lanes by as many bits, an int64 known at run time."""
 
         def shift(value: ir.Value) -> ir.Value:
-            b, type = self.builder, value.type
-            first = b.insert_element(ir.Constant(type, ir.Undefined), b.trunc(n_bits, type.element), const(0, I32))
-            return b.lshr(value, b.shuffle_vector(first, first, const_vec(I32, [0] * type.count)))
+            scalar = self.builder.trunc(n_bits, value.type.element)
+            return self.builder.lshr(value, Emitter(self.builder).splat(scalar, value.type.count).value)
 
         return self._then(shift)
 
